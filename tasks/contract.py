@@ -1,0 +1,172 @@
+"""The wire between processes: the closed set of frozen types that cross Redis, and their one codec.
+
+Owns the job, the stream events and the worker description, and how each becomes bytes. Refuses to know where the
+bytes are kept (`tasks.keys`) and who may change them (`tasks.scripts`). A record of another codec version, or one
+that is damaged, raises `ContractError`: it is never guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import orjson
+
+from decode.sampling import SamplingParams
+
+CODEC_VERSION = 1
+
+EndState = Literal["finished", "cancelled", "failed"]
+
+
+class ContractError(ValueError):
+    """Bytes from Redis that this version cannot read; the message says which field and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """What a worker needs to generate one answer. Token ids only: text lives in the web process."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    created_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Output tokens `index`, `index + 1`, ... of one request, in order."""
+
+    index: int
+    attempt: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalEvent:
+    """The end of one request; there is exactly one. `index` is the number of output tokens before it.
+
+    `reason` is "stop" or "length" when finished (stop: an EOS token, or a stop string found by the web process);
+    otherwise a short code such as "disconnect", "poison", "engine_error", with a `message` for people.
+    """
+
+    index: int
+    attempt: int
+    state: EndState
+    reason: str
+    message: str = ""
+    worker: str = ""
+    num_cached_tokens: int = 0
+
+
+StreamEvent = TokenEvent | TerminalEvent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says about itself once, when it joins (the fixed part of its lease)."""
+
+    worker: str
+    pid: int
+    host: str
+    device: str
+    model: str
+    fingerprint: str
+    variant: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_tokens: int
+    started_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says about itself with every heartbeat."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    last_step_ms: int = 0
+    """When the engine last finished a step, or was last seen idle (epoch milliseconds)."""
+
+
+def encode_job(job: GenerationJob) -> bytes:
+    return orjson.dumps({"v": CODEC_VERSION, **asdict(job)})
+
+
+def decode_job(data: bytes) -> GenerationJob:
+    """Raises ContractError: not JSON, another codec version, a field missing or unknown."""
+    raw = _load(data, "job")
+    try:
+        raw["sampling"]["stop_token_ids"] = tuple(raw["sampling"]["stop_token_ids"])
+        raw["sampling"] = SamplingParams(**raw["sampling"])
+        raw["prompt_token_ids"] = tuple(raw["prompt_token_ids"])
+        return GenerationJob(**raw)
+    except (KeyError, TypeError) as error:
+        raise ContractError(f"job: {error}") from error
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Four bytes a token, little endian, so that a script can cut by index with `string.sub`."""
+    return b"".join(token.to_bytes(4, "little") for token in token_ids)
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    if len(data) % 4:
+        raise ContractError(f"tokens: {len(data)} bytes is not a multiple of 4")
+    return (
+        tuple(memoryview(data).cast("I"))
+        if _LITTLE
+        else tuple(int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4))
+    )
+
+
+def entry_id(index: int, attempt: int) -> str:
+    """The stream entry id of output token `index` written by `attempt` (ids start at 1: 0-0 is not allowed)."""
+    return f"{index + 1}-{attempt}"
+
+
+def decode_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
+    """One stream entry to its event. Token entries hold field `t`; the terminal entry holds field `e`.
+
+    Raises ContractError.
+    """
+    first, _, attempt_text = entry.partition(b"-")
+    index, attempt = int(first) - 1, int(attempt_text)
+    if (tokens := fields.get(b"t")) is not None:
+        return TokenEvent(index, attempt, unpack_tokens(tokens))
+    if (end := fields.get(b"e")) is None:
+        raise ContractError(f"entry {entry!r}: neither tokens nor a terminal, fields {sorted(fields)!r}")
+    raw = _load(end, "terminal")
+    try:
+        return TerminalEvent(index=index, attempt=attempt, **raw)
+    except TypeError as error:
+        raise ContractError(f"terminal: {error}") from error
+
+
+def encode_worker_info(info: WorkerInfo) -> bytes:
+    return orjson.dumps({"v": CODEC_VERSION, **asdict(info)})
+
+
+def decode_worker_info(data: bytes) -> WorkerInfo:
+    try:
+        return WorkerInfo(**_load(data, "worker"))
+    except TypeError as error:
+        raise ContractError(f"worker: {error}") from error
+
+
+def _load(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        raw = orjson.loads(data)
+        version = raw.pop("v")
+    except (orjson.JSONDecodeError, AttributeError, KeyError) as error:
+        raise ContractError(f"{what}: not a versioned record ({error})") from error
+    if version != CODEC_VERSION:
+        raise ContractError(f"{what}: codec version {version}, this process speaks {CODEC_VERSION}")
+    return dict(raw)
+
+
+_LITTLE = memoryview(b"\x01\x00\x00\x00").cast("I")[0] == 1
