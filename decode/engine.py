@@ -1,0 +1,229 @@
+"""Tokens in, tokens out: the engine that a worker drives, one `step()` at a time, from one thread.
+
+Owns the live sequences, their admission to the scheduler and the commit of what a step computed. Refuses to know how
+a plan is executed: that is a `ModelRunner` (`decode.model_runner` with torch, `decode.scripted` without).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from decode.block_manager import BlockManager
+from decode.errors import DuplicateSequence, EmptyPrompt, IntegrityError, PromptTooLong, TokenOutOfRange
+from decode.scheduler import Scheduler, StepPlan
+from decode.sequence import FinishReason, Sequence
+
+
+class ModelRunner(Protocol):
+    """Executes a plan: writes the K/V of the scheduled tokens into their blocks and chooses the next tokens."""
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """One token for every ScheduledSequence with `samples`, in plan order.
+
+        May raise; then nothing counts as computed and the plan's sequences are scheduled again.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The limits of one engine. `fingerprint` names everything that decides what a token is.
+
+    Raises ValueError naming the field.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    fingerprint: str
+    block_size: int = 16
+    vocab_size: int = 1 << 31
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_model_len", "max_num_seqs", "block_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs, "
+                f"{self.max_num_seqs}: every running sequence decodes one token a step"
+            )
+
+    @property
+    def max_sequence_len(self) -> int:
+        """The longest prompt and output together: the context, or the whole K/V pool where that is smaller."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New output tokens `first_index`, ... of one sequence; `finish_reason` is set with the last."""
+
+    sequence_id: str
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """`num_running` sequences hold blocks, `num_waiting` do not; free blocks include the reusable ones."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+
+
+class Engine:
+    """Not thread-safe: `add`, `abort` and `step` come from one thread, between steps."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.config = config
+        self._runner = runner
+        self._blocks = BlockManager(config.num_blocks, config.block_size, config.fingerprint)
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._complete: list[SequenceOutput] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a new sequence; it runs when its turn comes.
+
+        A continuation that is complete already is reported by the next step, without tokens.
+        Raises EmptyPrompt, TokenOutOfRange, DuplicateSequence, and PromptTooLong if it could never run.
+        """
+        config = self.config
+        if sequence.sequence_id in self._sequences:
+            raise DuplicateSequence(sequence.sequence_id)
+        if not sequence.num_prompt_tokens:
+            raise EmptyPrompt(sequence.sequence_id)
+        for token_id in (min(sequence.token_ids), max(sequence.token_ids)):
+            if not 0 <= token_id < config.vocab_size:
+                raise TokenOutOfRange(sequence.sequence_id, token_id, config.vocab_size)
+        reason = sequence.finish_reason(config.max_model_len) if sequence.num_output_tokens else None
+        if reason is not None:
+            self._complete.append(SequenceOutput(sequence.sequence_id, sequence.num_output_tokens, (), reason, 0))
+            return
+        num_slots = config.num_blocks * config.block_size
+        for limit, max_tokens in (("context", config.max_model_len), ("K/V cache", num_slots)):
+            if sequence.num_tokens + 1 > max_tokens:
+                raise PromptTooLong(sequence.sequence_id, sequence.num_tokens, max_tokens, limit)
+        self._sequences[sequence.sequence_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, sequence_id: str) -> bool:
+        """Drop a sequence, wherever it is; its slot and blocks are free at once. False if it is not here."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            num_complete = len(self._complete)
+            self._complete = [output for output in self._complete if output.sequence_id != sequence_id]
+            return len(self._complete) < num_complete
+        self._scheduler.remove(sequence)
+        return True
+
+    def step(self) -> list[SequenceOutput]:
+        """Schedule, execute, commit. Empty when there was nothing to run or only prefill chunks ran.
+
+        Whatever the runner raises passes through, with nothing committed: step again, or `shed` first.
+        """
+        outputs, self._complete = self._complete, []
+        try:
+            plan = self._scheduler.schedule()
+            if plan.scheduled:
+                token_ids = self._runner.execute(plan)
+                self._commit(plan, token_ids, outputs)
+        except BaseException:
+            self._complete = outputs
+            raise
+        return outputs
+
+    def _commit(self, plan: StepPlan, token_ids: list[int], outputs: list[SequenceOutput]) -> None:
+        num_samples = sum(scheduled.samples for scheduled in plan.scheduled)
+        if len(token_ids) != num_samples:
+            raise IntegrityError(f"the runner chose {len(token_ids)} tokens for {num_samples} sampling sequences")
+        commit, max_len = self._blocks.commit, self.config.max_sequence_len
+        chosen = iter(token_ids)
+        for scheduled in plan.scheduled:
+            sequence = scheduled.sequence
+            commit(sequence, scheduled.num_scheduled_tokens)
+            if not scheduled.samples:
+                continue
+            token_id = next(chosen)
+            first_index = sequence.num_output_tokens
+            sequence.token_ids.append(token_id)
+            reason = sequence.finish_reason(max_len)
+            outputs.append(
+                SequenceOutput(sequence.sequence_id, first_index, (token_id,), reason, sequence.num_cached_tokens)
+            )
+            if reason is not None:
+                del self._sequences[sequence.sequence_id]
+                self._scheduler.remove(sequence)
+                self._recover()
+
+    def shed(self) -> int:
+        """Give up half of the load after a step that the device could not hold; returns how many were preempted.
+
+        The latest arrivals wait again and fewer sequences and tokens are scheduled together from now on. Every
+        sequence that finishes lets one more in. 0 with a single sequence: there is nobody left to preempt.
+        """
+        scheduler = self._scheduler
+        num_admitted = len(scheduler.admitted)
+        num_kept = max(1, num_admitted // 2)
+        num_preempted = max(0, num_admitted - num_kept)
+        for _ in range(num_preempted):
+            scheduler.preempt_latest()
+        scheduler.max_num_seqs = num_kept
+        scheduler.max_num_batched_tokens = max(num_kept, scheduler.max_num_batched_tokens // 2)
+        return num_preempted
+
+    def _recover(self) -> None:
+        """Undo a little of an earlier `shed`."""
+        scheduler, config = self._scheduler, self.config
+        if scheduler.max_num_seqs < config.max_num_seqs:
+            scheduler.max_num_seqs += 1
+        if scheduler.max_num_batched_tokens < config.max_num_batched_tokens:
+            doubled = 2 * scheduler.max_num_batched_tokens
+            scheduler.max_num_batched_tokens = min(config.max_num_batched_tokens, doubled)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences or self._complete)
+
+    def load(self) -> EngineLoad:
+        scheduler = self._scheduler
+        return EngineLoad(
+            num_running=len(scheduler.admitted),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=self._blocks.num_free_blocks,
+            num_blocks=self._blocks.num_blocks,
+        )
+
+    def can_accept(self) -> bool:
+        """Whether taking one more request is reasonable: a slot is free, and one slot's fair share of the blocks.
+
+        Sequences that wait for their first turn count as if they had their blocks.
+        """
+        scheduler, blocks = self._scheduler, self._blocks
+        if len(self._sequences) >= scheduler.max_num_seqs:
+            return False
+        share = max(1, blocks.num_blocks // self.config.max_num_seqs)
+        return blocks.num_free_blocks - scheduler.num_blocks_claimed() >= share
+
+    def check_integrity(self) -> None:
+        """Compare the block books with the live sequences. Raises IntegrityError: a block leaked or is used twice."""
+        scheduler = self._scheduler
+        if len(scheduler.admitted) + len(scheduler.waiting) != len(self._sequences):
+            raise IntegrityError("the queues do not hold exactly the live sequences")
+        self._blocks.check(sequence.block_table for sequence in self._sequences.values())
+
+    def check_idle(self) -> None:
+        """Check the integrity if nothing is live, for the loop to call when it has nothing to do."""
+        if not self._sequences:
+            self.check_integrity()

@@ -1,0 +1,68 @@
+"""What `decode` refuses, as types: every error a request or a checkpoint can cause, in one tree.
+
+Owns the names and the figures they carry. Refuses to know how a refusal is worded to a client: the caller reads the
+fields. A violated internal rule is an `IntegrityError` (a bug of ours), never one of the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class DecodeError(Exception):
+    """Anything this library refuses."""
+
+
+class PromptTooLong(DecodeError):
+    """The sequence can never run here: one more token than it has exceeds a limit. Refuse it or send it elsewhere."""
+
+    def __init__(self, sequence_id: str, num_tokens: int, max_tokens: int, limit: str) -> None:
+        super().__init__(
+            f"{sequence_id}: {num_tokens} tokens and at least one new one exceed the {limit} of {max_tokens} tokens"
+        )
+        self.sequence_id = sequence_id
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+        self.limit = limit
+
+
+class EmptyPrompt(DecodeError):
+    """There is no token to start from."""
+
+    def __init__(self, sequence_id: str) -> None:
+        super().__init__(f"{sequence_id}: the prompt holds no token")
+        self.sequence_id = sequence_id
+
+
+class TokenOutOfRange(DecodeError):
+    """A token id that the model does not have; running it would spoil the step for everybody else."""
+
+    def __init__(self, sequence_id: str, token_id: int, vocab_size: int) -> None:
+        super().__init__(f"{sequence_id}: token id {token_id} is not in [0, {vocab_size})")
+        self.sequence_id = sequence_id
+        self.token_id = token_id
+        self.vocab_size = vocab_size
+
+
+class DuplicateSequence(DecodeError):
+    """The engine already holds a live sequence of this id."""
+
+    def __init__(self, sequence_id: str) -> None:
+        super().__init__(f"{sequence_id}: already in the engine")
+        self.sequence_id = sequence_id
+
+
+class CheckpointError(DecodeError):
+    """A checkpoint that cannot be served; the message names the file and the tensor, field or architecture."""
+
+    def __init__(self, path: str | Path, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path = Path(path)
+
+
+class DeviceOutOfMemory(DecodeError):
+    """The device could not hold one step. The engine is unchanged: shed work (`Engine.shed`) and step again."""
+
+
+class IntegrityError(DecodeError):
+    """Our own bookkeeping contradicts itself (leaked or doubly used blocks, a runner that answers out of shape)."""
