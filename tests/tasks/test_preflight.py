@@ -44,7 +44,7 @@ def test_a_machine_without_swap_is_not_asked_for_free_swap() -> None:
 
 
 def test_every_shortage_is_named_at_once() -> None:
-    with pytest.raises(PreflightRefused, match="available memory.*load per processor"):
+    with pytest.raises(PreflightRefused, match=r"available memory.*load per processor"):
         require(Reading(10, 0, 0, 99.0), LIMITS)
 
 
