@@ -35,7 +35,7 @@ class Running:
         self.valkey = Valkey(folder)
         self.thread = threading.Thread(target=keep_running, args=(folder, self.stop, self.said.append))
         self.thread.start()
-        wait_until(self.valkey.answers, "the server answers")
+        wait_until(lambda: bool(self.said), "the server answers")
 
     def join(self) -> None:
         self.stop.set()
