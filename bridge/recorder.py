@@ -1,0 +1,163 @@
+"""The recorder: moves lifecycle facts from the events stream into the catalog, each exactly once, whatever is killed.
+
+Owns how far it has read, and the upkeep of the catalog (snapshot, retention). Refuses to know what a fact means
+(`bridge.facts`) and how rows are kept (`bridge.catalog`).
+
+A batch's rows and the id of its last entry are committed together; only then, with the next `_take`, does the stream
+lose those entries. Killed before the commit: the batch is read again. Killed after it: reading goes on behind it.
+
+Stream ids mean something within one life of the stream only (FLUSHALL, an emptied Redis, a restored copy whose clock
+is behind). So the stream carries a mark, and the catalog remembers it: another mark, or none, is another stream, to
+be read from its beginning. A stream that has gone back behind what was recorded is read again from its beginning
+too: upserts make that harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from redis import Redis
+
+from bridge.catalog import Catalog, Position
+from bridge.facts import KINDS, Fact, MalformedFact, fold, parse_fact
+from tasks import keys
+
+log = logging.getLogger(__name__)
+
+GENERATION = f"{keys.EVENTS}:generation"
+"""String: the mark of this life of the events stream. Written by the recorder, no expiry."""
+
+MAX_ROWS = 500
+MAX_FINAL_BATCHES = 20
+"""How many batches a recorder that must end still takes; what is left stays in the stream."""
+DAY_MS = 86_400_000
+FORGET_EVERY_MS = 3_600_000
+SNAPSHOT_SHARE = 20
+"""Of the recorder's time, at most one part in this many goes into snapshots, however large the catalog is."""
+
+# Gives entries up to what is recorded back, and takes what follows; in one step, so that a stream which was emptied
+# and begun anew in between is never trimmed by the ids of the one before.
+# KEYS events, generation; ARGV generation, last recorded id (ms, sequence), first id to take, how many.
+_TAKE = """
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then
+  return { 'other' }
+end
+local last_ms, last_seq = 0, 0
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local info = redis.call('XINFO', 'STREAM', KEYS[1])
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then
+      local ms, seq = info[i + 1]:match('^(%d+)-(%d+)$')
+      last_ms, last_seq = tonumber(ms), tonumber(seq)
+    end
+  end
+end
+local recorded_ms, recorded_seq = tonumber(ARGV[2]), tonumber(ARGV[3])
+if last_ms < recorded_ms or (last_ms == recorded_ms and last_seq < recorded_seq) then
+  return { 'behind' }
+end
+redis.call('XTRIM', KEYS[1], 'MINID', ARGV[4])
+return { 'ok', redis.call('XRANGE', KEYS[1], ARGV[4], '+', 'COUNT', ARGV[5]) }
+"""
+
+
+class Recorder:
+    """Use from one thread. `tick` raises RedisError, CatalogError; after either, call it again: nothing is lost."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        catalog: Catalog,
+        *,
+        max_rows: int = MAX_ROWS,
+        snapshot_every_ms: int = 2_000,
+        keep_days: int = 30,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        """`redis` is a short client of the main database. `clock_ms` gives epoch milliseconds."""
+        self._redis = redis
+        self._catalog = catalog
+        self._max_rows = max_rows
+        self._snapshot_every_ms = snapshot_every_ms
+        self._keep_ms = keep_days * DAY_MS
+        self._clock_ms = clock_ms
+        self._next_snapshot_ms = 0
+        self._next_forget_ms = 0
+        self._strange_kinds: set[str] = set()
+
+    def tick(self) -> bool:
+        """Records at most one batch, then does what upkeep is due. True when more facts are probably waiting."""
+        is_full = self.record_batch()
+        now_ms = self._clock_ms()
+        if now_ms >= self._next_forget_ms:
+            self._catalog.forget_before(now_ms - self._keep_ms)
+            self._next_forget_ms = now_ms + FORGET_EVERY_MS
+        if self._catalog.is_snapshot_due and now_ms >= self._next_snapshot_ms:
+            self._catalog.snapshot()
+            taken_ms = self._clock_ms() - now_ms
+            self._next_snapshot_ms = now_ms + max(self._snapshot_every_ms, SNAPSHOT_SHARE * taken_ms)
+        return is_full
+
+    def record_batch(self) -> bool:
+        """Records at most `max_rows` facts. True when the batch was full."""
+        position = self._catalog.position
+        match self._take(position):
+            case [b"ok", entries]:
+                if entries:
+                    self._record(entries, position)
+                return len(entries) == self._max_rows
+            case [b"behind"]:
+                log.warning("the events stream is behind %s, which is recorded: reading it again", position.last_id)
+                self._catalog.record({}, replace(position, last_id="0-0"))
+                return True
+            case _:
+                self._adopt(position)
+                return True
+
+    def finish(self) -> None:
+        """Records what is there and leaves a fresh snapshot, before the catalog is closed."""
+        for _ in range(MAX_FINAL_BATCHES):
+            if not self.record_batch():
+                break
+        if self._catalog.is_snapshot_due:
+            self._catalog.snapshot()
+
+    def _take(self, position: Position) -> Any:
+        ms, _, seq = position.last_id.partition("-")
+        following = f"{ms}-{int(seq) + 1}"
+        return self._redis.eval(
+            _TAKE, 2, keys.EVENTS, GENERATION, position.generation, ms, seq, following, str(self._max_rows)
+        )
+
+    def _adopt(self, position: Position) -> None:
+        """The stream is not the one that was recorded until now: mark it, and read it from its beginning."""
+        # The catalog learns the mark first. Killed in between: the stream has no such mark, and is adopted again.
+        generation = uuid4().hex
+        log.info("the events stream is new to this catalog, reading it from its beginning")
+        self._catalog.record({}, replace(position, generation=generation, last_id="0-0"))
+        self._redis.set(GENERATION, generation)
+
+    def _record(self, entries: list[tuple[bytes, list[bytes]]], position: Position) -> None:
+        facts: list[Fact] = []
+        for entry_id, flat in entries:
+            try:
+                fact = parse_fact(dict(zip(flat[::2], flat[1::2], strict=True)))
+            except (MalformedFact, ValueError) as error:
+                log.warning("skipped entry %s of the events stream: %s", entry_id.decode(), error)
+                continue
+            if fact.kind in KINDS:
+                facts.append(fact)
+            elif fact.kind not in self._strange_kinds:
+                self._strange_kinds.add(fact.kind)
+                log.warning("skipped facts of a kind that this version does not know: %r", fact.kind)
+        after = replace(
+            position,
+            last_id=entries[-1][0].decode(),
+            num_recorded=position.num_recorded + len(facts),
+            num_skipped=position.num_skipped + len(entries) - len(facts),
+        )
+        self._catalog.record(fold(facts), after)
