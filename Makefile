@@ -1,0 +1,50 @@
+# Two commands: `make serve` and `make test`. Both set everything up first; a second run finds it done.
+# Settings are environment variables or `make serve PORT=9000 WORKERS=2`; the README lists them.
+
+# The first Python that is new enough, unless PYTHON says which.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve test check setup demo bench clean
+
+serve: setup
+	@exec $(BIN)/tokenferry serve
+
+test: setup check
+	$(BIN)/tokenferry pull smollm2-135m-instruct
+	$(BIN)/python -m pytest -q
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+demo: setup
+	@exec $(BIN)/tokenferry demo
+
+bench: setup
+	$(BIN)/python -m bench.load --all
+
+setup: $(VENV)/installed
+
+$(VENV)/created:
+	@test -n "$(PYTHON)" || { echo "tokenferry needs Python 3.11 or newer; PYTHON=/path/to/python3 make ... names one" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: python3-venv)" >&2; exit 1; }
+	@touch $@
+
+# torch first and by itself: pip then takes a build for this machine where it has one, and one that is already
+# installed in the environment (for a GPU, say) stays.
+$(VENV)/torch: | $(VENV)/created
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	@touch $@
+
+$(VENV)/installed: pyproject.toml | $(VENV)/torch
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
