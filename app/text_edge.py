@@ -8,15 +8,24 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from app.detokenizer import Detokenizer, TokenTexts
-from app.templates import ChatMessage, PromptError
+from app.gguf_tokenizer import load_gguf_tokenizer
+from app.hf_tokenizer import load_hf_tokenizer
+from app.prompt import ChatMessage, PromptError
+from app.templates import choose_template
+from app.tokenizer import TokenizerError
+from decode.checkpoint import Checkpoint, GgufTokenizer
 
-if TYPE_CHECKING:
-    from decode.checkpoint import Checkpoint
-
-__all__ = ["ChatMessage", "Detokenizer", "PromptError", "TextEdge", "open_text_edge", "scripted_text_edge"]
+__all__ = [
+    "ChatMessage",
+    "Detokenizer",
+    "PromptError",
+    "TextEdge",
+    "TokenizerError",
+    "open_text_edge",
+    "scripted_text_edge",
+]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -63,25 +72,48 @@ class TextEdge:
 
 
 def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
-    """The text edge of a checkpoint. Raises `TokenizerError` if its tokenizer is of a kind that is not supported."""
-    raise NotImplementedError
+    """The text edge of a checkpoint. Raises `TokenizerError` if its tokenizer or template cannot be used.
+
+    Without a chat template a conversation becomes its texts, joined by newlines, as a plain prompt.
+    """
+    source = checkpoint.tokenizer
+    tokenizer = load_gguf_tokenizer(source) if isinstance(source, GgufTokenizer) else load_hf_tokenizer(source)
+    render: Callable[[Sequence[ChatMessage]], list[int]]
+    if checkpoint.chat_template is None:
+
+        def render(messages: Sequence[ChatMessage]) -> list[int]:
+            return tokenizer.encode("\n".join(message.content for message in messages))
+
+    else:
+        template = choose_template(checkpoint.chat_template, tokenizer.template_tokens)
+
+        def render(messages: Sequence[ChatMessage]) -> list[int]:
+            return tokenizer.encode_pieces(template(messages))
+
+    return TextEdge(
+        render=render,
+        encode=tokenizer.encode,
+        token_bytes=tokenizer.token_bytes,
+        eos_token_ids=checkpoint.eos_token_ids,
+        strip_leading_space=tokenizer.strip_leading_space,
+    )
 
 
-SCRIPTED_EOS_TOKEN_ID = 0
+SCRIPTED_EOS_TOKEN_ID = 2
+"""The scripted engine's EOS (`decode.scripted`)."""
 
 
 def scripted_text_edge() -> TextEdge:
     """The text edge of the scripted engine: prompts are UTF-8 bytes (ids 0 to 255), output id N reads `<N>`.
 
-    The rendering is one line per message, `role: content`, and an opening `assistant:`; a NUL in the text is
-    dropped because id 0 is the EOS.
+    The rendering is one line per message, `role: content`, and an opening `assistant:`.
     """
-
-    def encode(text: str) -> list[int]:
-        return list(text.replace("\0", "").encode())
 
     def render(messages: Sequence[ChatMessage]) -> list[int]:
         return encode("".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:")
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
 
     return TextEdge(
         render=render,
