@@ -147,6 +147,22 @@ def decode_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
         raise ContractError(f"terminal: {error}") from error
 
 
+def encode_terminal(
+    state: EndState, reason: str, message: str = "", worker: str = "", num_cached_tokens: int = 0
+) -> bytes:
+    """The field `e` of a terminal entry; index and attempt are in the entry id."""
+    return orjson.dumps(
+        {
+            "v": CODEC_VERSION,
+            "state": state,
+            "reason": reason,
+            "message": message,
+            "worker": worker,
+            "num_cached_tokens": num_cached_tokens,
+        }
+    )
+
+
 def encode_worker_info(info: WorkerInfo) -> bytes:
     return orjson.dumps({"v": CODEC_VERSION, **asdict(info)})
 
@@ -156,6 +172,17 @@ def decode_worker_info(data: bytes) -> WorkerInfo:
         return WorkerInfo(**_load(data, "worker"))
     except TypeError as error:
         raise ContractError(f"worker: {error}") from error
+
+
+def encode_worker_load(load: WorkerLoad) -> bytes:
+    return orjson.dumps({"v": CODEC_VERSION, **asdict(load)})
+
+
+def decode_worker_load(data: bytes) -> WorkerLoad:
+    try:
+        return WorkerLoad(**_load(data, "load"))
+    except TypeError as error:
+        raise ContractError(f"load: {error}") from error
 
 
 def _load(data: bytes, what: str) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""The table of shared state: every Redis key, its type, its writer, its reader and its lifetime.
+
+Owns the names. No other module, and no script, spells a key: Python calls the functions below, and the scripts see
+the same templates as Lua constants (`lua_constants`). `{}` are literal braces: no id can look like another key.
+
+Main database (N):
+
+| key                      | type   | written by                 | read by               | lifetime                   |
+|--------------------------|--------|----------------------------|-----------------------|----------------------------|
+| tf:{<id>}:req            | hash   | submit, claim, append, ... | the scripts, `state`  | 24 h; stream TTL when over |
+| tf:{<id>}:out            | stream | append, close, look, ...   | bridge reader, claim  | 24 h; stream TTL when over |
+| tf:due                   | zset   | the scripts                | watchdog              | members leave at the end   |
+| tf:waiting:<model>       | zset   | submit, release, reoffer   | submit                | 24 h; members leave        |
+| tf:claimed_until:<queue> | string | claim                      | look                  | 24 h after the last claim  |
+| tf:models                | set    | heartbeat                  | watchdog, catalog     | 7 days after the last beat |
+| tf:workers:<model>       | zset   | heartbeat, leave           | submit, look, bridge  | 24 h; members leave        |
+| tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s               |
+| tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave        |
+| tf:readers               | zset   | reader_heartbeat           | watchdog              | 24 h; members leave        |
+| tf:reader:<rid>:open     | set    | submit, ends               | watchdog              | 24 h; members leave        |
+| tf:control:<rid>         | stream | the reader itself          | the reader itself     | capped by its writer       |
+| tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS       |
+| tf:events:generation     | string | recorder                   | recorder              | for ever, one              |
+| tf:bridge                | string | the active bridge          | standby bridges       | its lease                  |
+| tf:wake:<queue>          | list   | `tasks.submit.wake`        | idle consumers        | 60 s, MAX_WAKE_TOKENS      |
+
+"Live" worker means: its member of `tf:workers:<model>` has a lease expiry in the future. The hash beside it is only
+the description. `tf:claimed_until:<queue>` is the latest offer time claimed from that queue: queues are first in,
+first out, so an older offer that nobody claimed has lost its message, a younger one is still queued.
+
+Dramatiq's database (N+1), namespace `tfq`: `<ns>:<queue>` list, `<ns>:<queue>.msgs` hash, `<ns>:__acks__.<broker
+id>.<queue>` set, `<ns>:__heartbeats__` zset, `<ns>:<queue>.XQ` dead letters, all of Dramatiq's own making.
+"""
+
+from __future__ import annotations
+
+REQUEST = "tf:{%s}:req"
+OUT = "tf:{%s}:out"
+DUE = "tf:due"
+WAITING = "tf:waiting:%s"
+CLAIMED_UNTIL = "tf:claimed_until:%s"
+MODELS = "tf:models"
+WORKERS = "tf:workers:%s"
+WORKER = "tf:worker:%s"
+HELD = "tf:worker:%s:held"
+READERS = "tf:readers"
+READER_OPEN = "tf:reader:%s:open"
+CONTROL = "tf:control:%s"
+EVENTS = "tf:events"
+EVENTS_GENERATION = "tf:events:generation"
+BRIDGE = "tf:bridge"
+WAKE = "tf:wake:%s"
+
+QUEUE_NEW = "generate.%s"
+QUEUE_AGAIN = "generate.%s.again"
+QUEUE_CONTINUE = "generate.%s@%s"
+
+QUEUE_NAMESPACE = "tfq"
+
+MAX_EVENTS = 1_000_000
+"""A safety net only: the recorder trims `tf:events` as it reads. Without any recorder the oldest facts go first."""
+MAX_WAKE_TOKENS = 64
+WAKE_TTL_MS = 60_000
+
+
+def request(request_id: str) -> str:
+    return REQUEST % request_id
+
+
+def out(request_id: str) -> str:
+    """The stream of one request: token entries and exactly one terminal entry."""
+    return OUT % request_id
+
+
+def waiting(model: str) -> str:
+    return WAITING % model
+
+
+def claimed_until(queue: str) -> str:
+    return CLAIMED_UNTIL % queue
+
+
+def workers(model: str) -> str:
+    return WORKERS % model
+
+
+def worker(worker_id: str) -> str:
+    return WORKER % worker_id
+
+
+def held(worker_id: str) -> str:
+    return HELD % worker_id
+
+
+def reader_open(reader_id: str) -> str:
+    return READER_OPEN % reader_id
+
+
+def control(reader_id: str) -> str:
+    return CONTROL % reader_id
+
+
+def wake(queue: str) -> str:
+    return WAKE % queue
+
+
+def queue_new(model: str) -> str:
+    """First offers."""
+    return QUEUE_NEW % model
+
+
+def queue_again(model: str) -> str:
+    """Further offers of requests that have no token yet."""
+    return QUEUE_AGAIN % model
+
+
+def queue_continue(model: str, fingerprint: str) -> str:
+    """Further offers of requests that have tokens: only workers of that fingerprint may continue them."""
+    return QUEUE_CONTINUE % (model, fingerprint)
+
+
+def worker_queues(model: str, fingerprint: str) -> tuple[str, str, str]:
+    """What a worker drains, in this order: unfinished streams, requests that were let down, new requests."""
+    return queue_continue(model, fingerprint), queue_again(model), queue_new(model)
+
+
+def message_list(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:
+    """Dramatiq's list of the message ids waiting in `queue` (Dramatiq's database)."""
+    return f"{namespace}:{queue}"
+
+
+def messages(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:
+    """Dramatiq's hash message id -> message of `queue`."""
+    return f"{namespace}:{queue}.msgs"
+
+
+def message_acks(queue: str, broker_id: str, namespace: str = QUEUE_NAMESPACE) -> str:
+    """Dramatiq's set of the message ids that `broker_id` fetched from `queue` and has not acknowledged."""
+    return f"{namespace}:__acks__.{broker_id}.{queue}"
+
+
+def message_heartbeats(namespace: str = QUEUE_NAMESPACE) -> str:
+    """Dramatiq's zset broker id -> when it was last seen (ms)."""
+    return f"{namespace}:__heartbeats__"
+
+
+def lua_constants() -> str:
+    """The templates and limits above as Lua locals, put before every script."""
+    names = (
+        "REQUEST OUT DUE WAITING CLAIMED_UNTIL MODELS WORKERS WORKER HELD READERS READER_OPEN EVENTS"
+        " QUEUE_NEW QUEUE_AGAIN QUEUE_CONTINUE"
+    )
+    lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
+    return "\n".join([*lines, f"local MAX_EVENTS = {MAX_EVENTS}", ""])

@@ -1,0 +1,65 @@
+"""Calling the Lua scripts of `tasks/scripts/`: raw EVALSHA, loaded again when the server has forgotten them.
+
+Owns the source texts and their hashes. Refuses to know what any script means: that is `tasks.record`. Every script is
+safe to send twice, so a call whose reply was lost may simply be sent again, by redis-py or by the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import NoScriptError
+
+from tasks import keys
+
+Argument = str | bytes | int
+NAMES = ("submit", "claim", "append", "release", "reoffer", "look", "close", "heartbeat", "leave", "peers")
+
+
+def source(name: str) -> str:
+    """The whole text of script `name`: key templates, prelude, body."""
+    folder = files("tasks") / "scripts"
+    prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
+    return f"{keys.lua_constants()}{prelude}{(folder / f'{name}.lua').read_text(encoding='utf-8')}"
+
+
+class Scripts:
+    """The scripts over one client. Replies are raw: lists of bytes and ints, None for nil."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._sources = {name: source(name) for name in NAMES}
+        self._hashes = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in self._sources.items()}
+
+    def call(self, name: str, now_ms: int | None, *args: Argument) -> Any:
+        """One script, one round trip. Raises redis.exceptions.RedisError."""
+        time = "" if now_ms is None else now_ms
+        try:
+            return self._redis.evalsha(self._hashes[name], 0, time, *args)
+        except NoScriptError:
+            self._redis.script_load(self._sources[name])
+            return self._redis.evalsha(self._hashes[name], 0, time, *args)
+
+    def call_many(self, name: str, now_ms: int | None, calls: Sequence[Sequence[Argument]]) -> list[Any]:
+        """One script for each of `calls`, in order, in one pipeline. Raises redis.exceptions.RedisError."""
+        replies = self._send(name, now_ms, calls)
+        missed = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if missed:
+            self._redis.script_load(self._sources[name])
+            for i, reply in zip(missed, self._send(name, now_ms, [calls[i] for i in missed]), strict=True):
+                replies[i] = reply
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    def _send(self, name: str, now_ms: int | None, calls: Sequence[Sequence[Argument]]) -> list[Any]:
+        time = "" if now_ms is None else now_ms
+        with self._redis.pipeline(transaction=False) as pipe:
+            for args in calls:
+                pipe.evalsha(self._hashes[name], 0, time, *args)
+            return pipe.execute(raise_on_error=False)

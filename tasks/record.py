@@ -1,0 +1,466 @@
+"""The request record: the one truth that processes agree on, moved only by the scripts.
+
+Owns the calls, their arguments and the types of their answers; `tasks.keys` has the table of what they touch. Refuses
+to know about the queue (`tasks.submit`, `tasks.consumer`) and about tokens' meaning. Every method may be called again
+with the same arguments after an error whose outcome is unknown; `now_ms` is for tests, the default is Redis' clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import uuid4
+
+from redis import Redis
+
+from tasks import keys
+from tasks.contract import (
+    EndState,
+    GenerationJob,
+    WorkerInfo,
+    WorkerLoad,
+    decode_job,
+    decode_worker_info,
+    decode_worker_load,
+    encode_job,
+    encode_terminal,
+    encode_worker_info,
+    encode_worker_load,
+    pack_tokens,
+    unpack_tokens,
+)
+from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
+from tasks.lua import Argument, Scripts
+
+State = Literal["offered", "claimed", "streaming", "finished", "cancelled", "failed"]
+RefusalReason = Literal["stale", "closed", "gap", "missing"]
+
+END_STATES: frozenset[str] = frozenset({"finished", "cancelled", "failed"})
+LEASE_CHECK_MS = 5_000
+"""How often `due` names a held request again, as a backstop for a lost entry in its worker's `held` set."""
+READERS_TTL_MS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    attempt: int
+    created: bool
+    """False: a record of this id was there already, nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    job: GenerationJob
+    token_ids: tuple[int, ...]
+    """The output tokens that earlier attempts have published; generate from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """How a worker ends a request; see `contract.TerminalEvent`."""
+
+    state: EndState
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Output tokens `first_index`, ... of an assignment; with `terminal`, they are the last (there may be none)."""
+
+    request_id: str
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int = 0
+    terminal: Terminal | None = None
+    worker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    next_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """stale: another attempt is the active one; closed: the request has ended; gap: tokens before these are missing;
+    missing: no such record. In each case the worker must abort the sequence and write no more."""
+
+    reason: RefusalReason
+
+
+AppendResult = Appended | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Reoffer:
+    """A new attempt is on offer; enqueue it (`Submitter.requeue`)."""
+
+    request_id: str
+    attempt: int
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request was ended instead: "poison", "no_worker" or "first_token_deadline"."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordState:
+    """The facts of a record. Times are epoch milliseconds, 0 where it has not happened."""
+
+    state: State
+    attempt: int
+    model: str
+    worker: str
+    """The worker that holds the request, or that held it when it ended; empty while it is offered."""
+    next_index: int
+    reason: str
+    fingerprint: str
+    num_cached_tokens: int
+    submitted_ms: int
+    offered_ms: int
+    claimed_ms: int
+    first_token_ms: int
+    ended_ms: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in END_STATES
+
+
+class RequestRecords:
+    """All that web, worker and watchdog may do to requests and leases. Raises redis.exceptions.RedisError."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        stream_ttl_s: int = 600,
+        active_ttl_s: int = 86_400,
+        max_attempts: int = 3,
+        offer_deadline_ms: int = 1_000,
+        first_token_deadline_ms: int = 60_000,
+    ) -> None:
+        self._redis: Any = redis  # redis-py's reply types fit neither RESP version
+        self._scripts = Scripts(redis)
+        self._stream_ttl_ms = stream_ttl_s * 1000
+        self._active_ttl_ms = active_ttl_s * 1000
+        self._max_attempts = max_attempts
+        self._offer_deadline_ms = offer_deadline_ms
+        self._first_token_deadline_ms = first_token_deadline_ms
+        self._poison = encode_terminal(
+            "failed", "poison", f"generation failed {max_attempts} times without making progress"
+        )
+        self._no_worker = encode_terminal("failed", "no_worker", "no worker could take the request in time")
+        self._deadline = encode_terminal("failed", "first_token_deadline", "the first token did not come in time")
+
+    # -- web
+
+    def submit(
+        self,
+        job: GenerationJob,
+        *,
+        reader: str | None,
+        outlive_reader: bool = False,
+        max_waiting: int,
+        nonce: str | None = None,
+        now_ms: int | None = None,
+    ) -> Submitted:
+        """Put a request on offer (attempt 1) unless its id is known. Raises QueueFull, NoWorker."""
+        reply = self._scripts.call(
+            "submit",
+            now_ms,
+            job.request_id,
+            job.model,
+            encode_job(job),
+            nonce or uuid4().hex,
+            "" if reader is None or outlive_reader else reader,
+            max_waiting,
+            self._offer_deadline_ms,
+            self._active_ttl_ms,
+            len(job.prompt_token_ids),
+        )
+        match reply[0]:
+            case b"ok":
+                return Submitted(int(reply[1]), bool(reply[2]))
+            case b"full":
+                raise QueueFull(int(reply[1]))
+            case _:
+                raise NoWorker(job.model)
+
+    def close(
+        self, request_id: str, state: EndState, reason: str, message: str = "", now_ms: int | None = None
+    ) -> bool:
+        """End a request from outside. False when it has ended already or is unknown."""
+        terminal = encode_terminal(state, reason, message)
+        return bool(self._scripts.call("close", now_ms, request_id, state, reason, terminal, self._stream_ttl_ms))
+
+    def state(self, request_id: str) -> RecordState | None:
+        """None when there is no record (never was, or its time is over)."""
+        raw: dict[bytes, bytes] = self._redis.hgetall(keys.request(request_id))
+        if b"state" not in raw:
+            return None
+
+        def text(name: bytes) -> str:
+            return raw.get(name, b"").decode()
+
+        def number(name: bytes) -> int:
+            return int(raw.get(name) or 0)
+
+        return RecordState(
+            state=text(b"state"),  # type: ignore[arg-type]
+            attempt=number(b"attempt"),
+            model=text(b"model"),
+            worker=text(b"worker"),
+            next_index=number(b"next_index"),
+            reason=text(b"reason"),
+            fingerprint=text(b"fingerprint"),
+            num_cached_tokens=number(b"cached"),
+            submitted_ms=number(b"submitted_ms"),
+            offered_ms=number(b"offered_ms"),
+            claimed_ms=number(b"claimed_ms"),
+            first_token_ms=number(b"first_token_ms"),
+            ended_ms=number(b"ended_ms"),
+        )
+
+    def num_waiting(self, model: str) -> int:
+        """Requests of `model` on offer and not claimed."""
+        return int(self._redis.zcard(keys.waiting(model)))
+
+    def queue_age_ms(self, model: str, now_ms: int | None = None) -> int:
+        """How long the oldest offer of `model` has been waiting; 0 when none is."""
+        oldest: Any = self._redis.zrange(keys.waiting(model), 0, 0, withscores=True)
+        return max(0, self._now(now_ms) - int(oldest[0][1])) if oldest else 0
+
+    # -- worker
+
+    def claim(
+        self,
+        request_id: str,
+        attempt: int,
+        worker: str,
+        fingerprint: str,
+        claim_id: str | None = None,
+        now_ms: int | None = None,
+    ) -> Claimed:
+        """Take an assignment. Raises Stale, FingerprintMismatch, ContractError (a job this version cannot read).
+
+        `claim_id` names this claim, so that the same claim can be sent again and another one is refused.
+        """
+        reply = self._scripts.call(
+            "claim",
+            now_ms,
+            request_id,
+            attempt,
+            worker,
+            fingerprint,
+            claim_id or uuid4().hex,
+            LEASE_CHECK_MS,
+            self._active_ttl_ms,
+        )
+        match reply[0]:
+            case b"ok":
+                return Claimed(decode_job(reply[1]), unpack_tokens(reply[2]))
+            case b"mismatch":
+                raise FingerprintMismatch(reply[1].decode())
+            case _:
+                raise Stale(f"{request_id} attempt {attempt}: {reply[1].decode()}")
+
+    def append_many(self, appends: Sequence[Append], now_ms: int | None = None) -> list[AppendResult]:
+        """Publish the tokens of one engine step in one round trip; one answer for each, in order."""
+        replies = self._scripts.call_many("append", now_ms, [self._append_arguments(item) for item in appends])
+        return [Appended(int(reply[1])) if reply[0] == b"ok" else Refused(reply[0].decode()) for reply in replies]
+
+    def _append_arguments(self, item: Append) -> Sequence[Argument]:
+        end = item.terminal
+        terminal: tuple[Argument, ...] = ("", "", "")
+        if end is not None:
+            entry = encode_terminal(end.state, end.reason, end.message, item.worker, item.num_cached_tokens)
+            terminal = (end.state, end.reason, entry)
+        return (
+            item.request_id,
+            item.attempt,
+            item.first_index,
+            pack_tokens(item.token_ids),
+            item.num_cached_tokens,
+            *terminal,
+            self._active_ttl_ms,
+            self._stream_ttl_ms,
+        )
+
+    def release(
+        self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None
+    ) -> Reoffer | Failed | None:
+        """Give an assignment back for another attempt. None when it is not this worker's any more.
+
+        Reason "engine_error" counts towards the attempt limit, like a lost worker; a planned release does not.
+        """
+        reply = self._scripts.call(
+            "release", now_ms, request_id, attempt, worker, reason, int(reason == "engine_error"), *self._limits()
+        )
+        return _offered(request_id, reply)
+
+    # -- watchdog
+
+    def reoffer(
+        self,
+        request_id: str,
+        attempt: int,
+        reason: Literal["worker_lost", "message_lost"],
+        now_ms: int | None = None,
+    ) -> Reoffer | Failed | None:
+        """Put the next attempt on offer because the worker's lease is gone, or because the message is.
+
+        None when that is not so: another attempt is active, the request has ended, or the lease is live.
+        """
+        return _offered(
+            request_id, self._scripts.call("reoffer", now_ms, request_id, attempt, reason, *self._limits())
+        )
+
+    def look(self, request_id: str, queue_empty: bool, now_ms: int | None = None) -> Reoffer | Failed | None:
+        """Decide about a request that `due` names. None: nothing to do now, it will be due again if it lives.
+
+        `queue_empty`: Dramatiq's list for the request's queue is empty, so an offer in it must be lost.
+        """
+        max_attempts, poison, offer_deadline_ms, active_ttl_ms, stream_ttl_ms = self._limits()
+        reply = self._scripts.call(
+            "look",
+            now_ms,
+            request_id,
+            int(queue_empty),
+            self._first_token_deadline_ms,
+            LEASE_CHECK_MS,
+            self._no_worker,
+            self._deadline,
+            max_attempts,
+            poison,
+            offer_deadline_ms,
+            active_ttl_ms,
+            stream_ttl_ms,
+        )
+        return _offered(request_id, reply)
+
+    def due(self, now_ms: int | None = None, limit: int = 100) -> list[str]:
+        """The requests that somebody must `look` at, the longest overdue first."""
+        raw: Any = self._redis.zrangebyscore(keys.DUE, "-inf", self._now(now_ms), start=0, num=limit)
+        return [item.decode() for item in raw]
+
+    def queue_of(self, request_id: str) -> str | None:
+        """The queue in which the request was last offered."""
+        raw: Any = self._redis.hget(keys.request(request_id), "queue")
+        return None if raw is None else raw.decode()
+
+    def _limits(self) -> tuple[Argument, ...]:
+        return (
+            self._max_attempts,
+            self._poison,
+            self._offer_deadline_ms,
+            self._active_ttl_ms,
+            self._stream_ttl_ms,
+        )
+
+    def _now(self, now_ms: int | None) -> int:
+        if now_ms is not None:
+            return now_ms
+        seconds, micros = self._redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    # -- leases of workers and readers
+
+    def heartbeat(self, info: WorkerInfo, load: WorkerLoad, lease_ms: int, now_ms: int | None = None) -> int:
+        """Renew the lease (joining if it is new). Returns the number of live workers of that model."""
+        return int(
+            self._scripts.call(
+                "heartbeat",
+                now_ms,
+                info.worker,
+                info.model,
+                encode_worker_info(info),
+                encode_worker_load(load),
+                info.max_num_seqs,
+                lease_ms,
+            )
+        )
+
+    def leave(self, worker: str, model: str, now_ms: int | None = None) -> None:
+        """Forget a worker: by itself when it has released everything, by the watchdog after re-offering it all."""
+        self._scripts.call("leave", now_ms, worker, model)
+
+    def expire_lease(self, worker: str, model: str) -> None:
+        """Say that a worker is dead before its lease runs out (its supervisor saw it die)."""
+        self._redis.zadd(keys.workers(model), {worker: 0}, xx=True)
+
+    def least_held_by_peers(self, worker: str, model: str, now_ms: int | None = None) -> int | None:
+        """The smallest number of requests held by another live worker that has a free slot; None without such."""
+        least = int(self._scripts.call("peers", now_ms, worker, model))
+        return None if least < 0 else least
+
+    def models(self) -> list[str]:
+        """The models that ever had a worker."""
+        return sorted(item.decode() for item in self._redis.smembers(keys.MODELS))
+
+    def workers(self, model: str | None = None, now_ms: int | None = None) -> list[tuple[WorkerInfo, WorkerLoad]]:
+        """The live workers, of one model or of all, by id."""
+        now = self._now(now_ms)
+        found: list[tuple[WorkerInfo, WorkerLoad]] = []
+        for name in self.models() if model is None else [model]:
+            ids: Any = self._redis.zrangebyscore(keys.workers(name), f"({now}", "+inf")
+            for worker in sorted(ids):
+                info, load = self._redis.hmget(keys.worker(worker.decode()), "info", "load")
+                if info is not None and load is not None:
+                    found.append((decode_worker_info(info), decode_worker_load(load)))
+        return found
+
+    def expired_workers(self, now_ms: int | None = None) -> list[tuple[str, str]]:
+        """(model, worker) of every worker whose lease is over and that nobody has made `leave` yet."""
+        now = self._now(now_ms)
+        return [
+            (model, worker.decode())
+            for model in self.models()
+            for worker in self._redis.zrangebyscore(keys.workers(model), "-inf", now)
+        ]
+
+    def held(self, worker: str) -> list[tuple[str, int]]:
+        """(request id, attempt) of everything a worker holds."""
+        found: list[tuple[str, int]] = []
+        for raw in sorted(self._redis.smembers(keys.held(worker))):
+            attempt: Any = self._redis.hget(keys.request(raw.decode()), "attempt")
+            if attempt is None:
+                self._redis.srem(keys.held(worker), raw)
+            else:
+                found.append((raw.decode(), int(attempt)))
+        return found
+
+    def reader_heartbeat(self, reader: str, lease_ms: int, now_ms: int | None = None) -> None:
+        """Renew the lease of a web process as a reader of its open requests."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zadd(keys.READERS, {reader: self._now(now_ms) + lease_ms})
+            pipe.pexpire(keys.READERS, READERS_TTL_MS)
+            pipe.execute()
+
+    def reader_leave(self, reader: str) -> None:
+        self._redis.zrem(keys.READERS, reader)
+        self._redis.delete(keys.reader_open(reader))
+
+    def expired_readers(self, now_ms: int | None = None) -> list[str]:
+        raw: Any = self._redis.zrangebyscore(keys.READERS, "-inf", self._now(now_ms))
+        return [item.decode() for item in raw]
+
+    def open_of(self, reader: str) -> list[str]:
+        """The requests that end when this reader is gone."""
+        return sorted(item.decode() for item in self._redis.smembers(keys.reader_open(reader)))
+
+
+def _offered(request_id: str, reply: Any) -> Reoffer | Failed | None:
+    if reply is None:
+        return None
+    if reply[0] == b"offered":
+        return Reoffer(request_id, int(reply[1]), reply[2].decode())
+    return Failed(request_id, reply[1].decode())

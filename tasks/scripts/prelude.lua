@@ -1,0 +1,109 @@
+-- Shared by all scripts; the key templates of tasks/keys.py stand before it as locals.
+-- Every script takes now_ms as ARGV[1]; '' means the server's own clock.
+
+local function int(number)
+  return string.format('%.0f', number)
+end
+
+local function clock()
+  if ARGV[1] ~= '' then
+    return tonumber(ARGV[1])
+  end
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+local now = clock()
+
+local function event(kind, id, attempt, worker, model, details)
+  redis.call('XADD', EVENTS, 'MAXLEN', '~', int(MAX_EVENTS), '*', 'k', kind, 'id', id, 'a', attempt, 'w', worker,
+    'm', model, 't', int(now), 'd', details)
+end
+
+local function details(fields)
+  return next(fields) and cjson.encode(fields) or '{}'
+end
+
+-- The record of `id` as a table of strings ('' where a field is absent), or nil when there is none.
+local function record(id)
+  local flat = redis.call('HMGET', REQUEST:format(id), 'state', 'attempt', 'model', 'worker', 'next_index',
+    'fingerprint', 'losses', 'offered_ms', 'waiting_ms', 'queue', 'reader', 'cached')
+  if not flat[1] then
+    return nil
+  end
+  local function field(n)
+    return flat[n] or ''
+  end
+  return {
+    id = id, state = field(1), attempt = tonumber(flat[2]), model = field(3), worker = field(4),
+    next_index = tonumber(flat[5]), fingerprint = field(6), losses = tonumber(flat[7]), offered_ms = tonumber(flat[8]),
+    waiting_ms = tonumber(flat[9]), queue = field(10), reader = field(11), cached = field(12),
+  }
+end
+
+local function is_over(r)
+  return r.state == 'finished' or r.state == 'cancelled' or r.state == 'failed'
+end
+
+local function is_held(r)
+  return r.state == 'claimed' or r.state == 'streaming'
+end
+
+local function is_live(model, worker)
+  local lease = redis.call('ZSCORE', WORKERS:format(model), worker)
+  return lease and tonumber(lease) > now
+end
+
+-- The one way a record ends. `ended_by` is the attempt whose own append ended it, '' otherwise.
+local function finish(r, state, reason, terminal, ended_by, stream_ttl)
+  local out, req = OUT:format(r.id), REQUEST:format(r.id)
+  redis.call('XADD', out, int(r.next_index + 1) .. '-' .. int(r.attempt), 'e', terminal)
+  redis.call('HSET', req, 'state', state, 'reason', reason, 'ended_ms', int(now), 'ended_by', ended_by)
+  redis.call('HDEL', req, 'job')
+  redis.call('PEXPIRE', out, stream_ttl)
+  redis.call('PEXPIRE', req, stream_ttl)
+  redis.call('ZREM', DUE, r.id)
+  redis.call('ZREM', WAITING:format(r.model), r.id)
+  if r.worker ~= '' then
+    redis.call('SREM', HELD:format(r.worker), r.id)
+  end
+  if r.reader ~= '' then
+    redis.call('SREM', READER_OPEN:format(r.reader), r.id)
+  end
+  event('ended', r.id, int(r.attempt), r.worker, r.model, details({
+    state = state, reason = reason, next_index = r.next_index, cached = tonumber(r.cached) or 0 }))
+end
+
+-- Put the next attempt of `r` on offer. `let_down` restarts the clock of how long the request has been waiting.
+local function offer_again(r, kind, reason, let_down, offer_deadline, active_ttl)
+  local last = int(r.attempt)
+  local last_worker = r.worker
+  local waiting, req = WAITING:format(r.model), REQUEST:format(r.id)
+  if last_worker ~= '' then
+    redis.call('SREM', HELD:format(last_worker), r.id)
+  end
+  r.attempt = r.attempt + 1
+  r.queue = r.next_index > 0 and QUEUE_CONTINUE:format(r.model, r.fingerprint) or QUEUE_AGAIN:format(r.model)
+  redis.call('HSET', req, 'state', 'offered', 'attempt', int(r.attempt), 'worker', '', 'queue', r.queue,
+    'losses', int(r.losses), 'offered_ms', int(now), 'released', last_worker .. '/' .. last)
+  if let_down then
+    redis.call('HSET', req, 'waiting_ms', int(now))
+  end
+  redis.call('ZADD', waiting, int(now), r.id)
+  redis.call('PEXPIRE', waiting, active_ttl)
+  redis.call('ZADD', DUE, int(now + offer_deadline), r.id)
+  event(kind, r.id, last, last_worker, r.model, details({ reason = reason, next_index = r.next_index }))
+  event('reoffered', r.id, int(r.attempt), '', r.model, details({ reason = reason, next_index = r.next_index }))
+  return { 'offered', int(r.attempt), r.queue }
+end
+
+-- A worker let `r` down without its own intent: poison when that happened too often without a token in between.
+local function lose(r, kind, reason, max_attempts, terminal, offer_deadline, active_ttl, stream_ttl)
+  r.losses = r.losses + 1
+  if r.losses >= max_attempts then
+    event(kind, r.id, int(r.attempt), r.worker, r.model, details({ reason = reason, next_index = r.next_index }))
+    finish(r, 'failed', 'poison', terminal, '', stream_ttl)
+    return { 'failed', 'poison' }
+  end
+  return offer_again(r, kind, reason, true, offer_deadline, active_ttl)
+end

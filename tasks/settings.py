@@ -1,0 +1,189 @@
+"""Settings: the environment, read once for each process into one frozen dataclass.
+
+Owns the variables' names, defaults and limits. Refuses to guess: a bad value raises SettingsError, which names the
+variable and says what is allowed. Only composition roots read settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+Environ = Mapping[str, str]
+
+VARIANTS = ("fp32", "bf16")
+DEVICES = ("cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class SettingsError(ValueError):
+    """An environment variable has a value that is not allowed; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    host: str
+    port: int
+    redis_url: str
+    model: str
+    """As asked for: a registry name, a path or a hub id (`decode.registry` resolves it)."""
+    cache_dir: Path
+    max_waiting: int
+    lease_ms: int
+    stream_ttl_s: int
+    first_token_deadline_s: int
+    log_level: str
+
+    @classmethod
+    def from_env(cls, environ: Environ) -> WebSettings:
+        """Raises SettingsError."""
+        return cls(
+            host=_text(environ, "HOST", "127.0.0.1"),
+            port=_integer(environ, "PORT", 8080, 0, 65535),
+            redis_url=redis_url(environ),
+            model=model(environ),
+            cache_dir=cache_dir(environ),
+            max_waiting=_integer(environ, "MAX_WAITING", 256, 1, 1_000_000),
+            lease_ms=_lease_ms(environ),
+            stream_ttl_s=_stream_ttl_s(environ),
+            first_token_deadline_s=_first_token_deadline_s(environ),
+            log_level=_log_level(environ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    redis_url: str
+    model: str
+    cache_dir: Path
+    variant: str
+    device: str
+    num_threads: int
+    """0: choose."""
+    kv_cache_tokens: int
+    max_model_len: int
+    """0: the checkpoint's own."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lease_ms: int
+    heartbeat_ms: int
+    stall_limit_s: int
+    stream_ttl_s: int
+    log_level: str
+
+    @classmethod
+    def from_env(cls, environ: Environ) -> WorkerSettings:
+        """Raises SettingsError."""
+        heartbeat_ms = _integer(environ, "HEARTBEAT_MS", 100, 10, 60_000)
+        lease_ms = _lease_ms(environ)
+        if lease_ms < 2 * heartbeat_ms:
+            raise SettingsError(
+                f"LEASE_MS must be at least twice HEARTBEAT_MS, not {lease_ms} with a heartbeat of {heartbeat_ms}"
+            )
+        max_num_seqs = _integer(environ, "MAX_NUM_SEQS", 32, 1, 4096)
+        max_num_batched_tokens = _integer(environ, "MAX_NUM_BATCHED_TOKENS", max(512, max_num_seqs), 1, 1 << 20)
+        if max_num_batched_tokens < max_num_seqs:
+            raise SettingsError(
+                f"MAX_NUM_BATCHED_TOKENS must be at least MAX_NUM_SEQS ({max_num_seqs}), not {max_num_batched_tokens}"
+            )
+        return cls(
+            redis_url=redis_url(environ),
+            model=model(environ),
+            cache_dir=cache_dir(environ),
+            variant=_choice(environ, "VARIANT", "bf16", VARIANTS),
+            device=_choice(environ, "DEVICE", "cpu", DEVICES),
+            num_threads=_integer(environ, "NUM_THREADS", 0, 0, 1024),
+            kv_cache_tokens=_integer(environ, "KV_CACHE_TOKENS", 65536, 16, 1 << 30),
+            max_model_len=_integer(environ, "MAX_MODEL_LEN", 0, 0, 1 << 24),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            lease_ms=lease_ms,
+            heartbeat_ms=heartbeat_ms,
+            stall_limit_s=_integer(environ, "STALL_LIMIT_S", 30, 1, 3600),
+            stream_ttl_s=_stream_ttl_s(environ),
+            log_level=_log_level(environ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeSettings:
+    redis_url: str
+    data_dir: Path
+    stream_ttl_s: int
+    first_token_deadline_s: int
+    log_level: str
+
+    @classmethod
+    def from_env(cls, environ: Environ) -> BridgeSettings:
+        """Raises SettingsError."""
+        return cls(
+            redis_url=redis_url(environ),
+            data_dir=data_dir(environ),
+            stream_ttl_s=_stream_ttl_s(environ),
+            first_token_deadline_s=_first_token_deadline_s(environ),
+            log_level=_log_level(environ),
+        )
+
+
+def data_dir(environ: Environ) -> Path:
+    """Where the embedded Valkey and the catalog keep their files."""
+    return Path(_text(environ, "DATA_DIR", "./var")).expanduser().absolute()
+
+
+def cache_dir(environ: Environ) -> Path:
+    """Where pulled models and repacked weights are kept."""
+    return Path(_text(environ, "TOKENFERRY_CACHE", "~/.cache/tokenferry")).expanduser().absolute()
+
+
+def model(environ: Environ) -> str:
+    return _text(environ, "MODEL", "smollm2-135m-instruct")
+
+
+def num_workers(environ: Environ) -> int:
+    """How many worker processes `tokenferry serve` starts. Raises SettingsError."""
+    return _integer(environ, "WORKERS", 1, 0, 256)
+
+
+def redis_url(environ: Environ) -> str:
+    """REDIS_URL, or the embedded server's socket in DATA_DIR. Raises SettingsError."""
+    url = _text(environ, "REDIS_URL", f"unix://{data_dir(environ) / 'redis.sock'}?db=0")
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise SettingsError(f"REDIS_URL must start with redis://, rediss:// or unix://, not {url!r}")
+    return url
+
+
+def _lease_ms(environ: Environ) -> int:
+    return _integer(environ, "LEASE_MS", 500, 50, 600_000)
+
+
+def _stream_ttl_s(environ: Environ) -> int:
+    return _integer(environ, "STREAM_TTL_S", 600, 1, 604_800)
+
+
+def _first_token_deadline_s(environ: Environ) -> int:
+    return _integer(environ, "FIRST_TOKEN_DEADLINE_S", 60, 1, 86_400)
+
+
+def _log_level(environ: Environ) -> str:
+    return _choice(environ, "LOG_LEVEL", "info", LOG_LEVELS)
+
+
+def _text(environ: Environ, name: str, default: str) -> str:
+    return environ.get(name, "").strip() or default
+
+
+def _integer(environ: Environ, name: str, default: int, low: int, high: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 19 and low <= int(text) <= high):
+        raise SettingsError(f"{name} must be a whole number from {low} to {high}, not {text!r}")
+    return int(text)
+
+
+def _choice(environ: Environ, name: str, default: str, allowed: tuple[str, ...]) -> str:
+    text = _text(environ, name, default)
+    if text not in allowed:
+        raise SettingsError(f"{name} must be one of {', '.join(allowed)}, not {text!r}")
+    return text
