@@ -157,7 +157,7 @@ class Engine:
                 continue
             token_id = next(chosen)
             first_index = sequence.num_output_tokens
-            sequence.token_ids.append(token_id)
+            sequence.append_token(token_id)
             reason = sequence.finish_reason(max_len)
             outputs.append(
                 SequenceOutput(sequence.sequence_id, first_index, (token_id,), reason, sequence.num_cached_tokens)

@@ -1,16 +1,15 @@
-"""What `decode` refuses, as types: every error a request or a checkpoint can cause, in one tree.
+"""What the engine refuses, as types: every error a request or a device can cause, in one tree.
 
 Owns the names and the figures they carry. Refuses to know how a refusal is worded to a client: the caller reads the
 fields. A violated internal rule is an `IntegrityError` (a bug of ours), never one of the others.
+What is wrong with a checkpoint is a `decode.config.CheckpointError`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 
 class DecodeError(Exception):
-    """Anything this library refuses."""
+    """Anything the engine refuses."""
 
 
 class PromptTooLong(DecodeError):
@@ -50,14 +49,6 @@ class DuplicateSequence(DecodeError):
     def __init__(self, sequence_id: str) -> None:
         super().__init__(f"{sequence_id}: already in the engine")
         self.sequence_id = sequence_id
-
-
-class CheckpointError(DecodeError):
-    """A checkpoint that cannot be served; the message names the file and the tensor, field or architecture."""
-
-    def __init__(self, path: str | Path, message: str) -> None:
-        super().__init__(f"{path}: {message}")
-        self.path = Path(path)
 
 
 class DeviceOutOfMemory(DecodeError):

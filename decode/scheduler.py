@@ -82,9 +82,9 @@ class Scheduler:
         return victim
 
     def num_blocks_claimed(self) -> int:
-        """How many blocks the waiting sequences will want, those aside that had to be passed over already."""
+        """How many blocks the waiting sequences will take; those that found no room do not count."""
         num_blocks_for = self._blocks.num_blocks_for
-        return sum(num_blocks_for(len(sequence.token_ids)) for sequence in self.waiting if not sequence.num_overtaken)
+        return sum(num_blocks_for(len(seq.token_ids)) for seq in self.waiting if not seq.waits_for_blocks)
 
     def schedule(self) -> StepPlan:
         """The next step; an empty one when nothing can run. Blocks are allocated, nothing is computed yet."""
@@ -161,6 +161,7 @@ class Scheduler:
         if self._is_being_computed(sequence, len(prefix)):
             return False
         if not self._blocks.allocate(sequence, prefix, len(self.admitted)):
+            sequence.waits_for_blocks = True
             return False
         if sequence is not first:
             first.num_overtaken += 1

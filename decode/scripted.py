@@ -83,6 +83,7 @@ class ScriptedRunner:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._memory = np.full((num_blocks, block_size), 0xDEADBEEF, dtype=np.uint32)  # [block, offset]
+        self._slots = self._memory.reshape(-1)  # [block * block_size + offset], the same memory
         self._costs = costs
         self._sleep = sleep
 
@@ -112,10 +113,9 @@ class ScriptedRunner:
         sequence, first = scheduled.sequence, scheduled.num_computed_tokens
         last = first + scheduled.num_scheduled_tokens
         values, digest = _run(sequence.token_ids[first:last], context)
-        block_size = self._memory.shape[1]
-        positions = np.arange(first, last)
-        blocks = np.array(sequence.block_table)[positions // block_size]
-        self._memory[blocks, positions % block_size] = values
+        block_size, block_table = self._memory.shape[1], sequence.block_table
+        for position, value in enumerate(values, first):
+            self._slots[block_table[position // block_size] * block_size + position % block_size] = value
         return digest
 
 

@@ -35,6 +35,7 @@ class Sequence:
         "sampling",
         "sequence_id",
         "token_ids",
+        "waits_for_blocks",
         "was_admitted",
     )
 
@@ -59,7 +60,9 @@ class Sequence:
         """Order of arrival, set when the engine takes the sequence; kept through preemption."""
         self.was_admitted = False
         self.num_overtaken = 0
-        """How many later arrivals were admitted while this one was first in the queue and did not fit."""
+        """How many later arrivals were admitted while this one was first in the queue."""
+        self.waits_for_blocks = False
+        """Its turn to be admitted came, and there was no room for it."""
 
     def __repr__(self) -> str:
         return (
@@ -94,9 +97,15 @@ class Sequence:
         assert num_restored_tokens < len(self.token_ids)
         self.block_table = block_table
         self.num_computed_tokens = num_restored_tokens
+        self.waits_for_blocks = False
         if not self.was_admitted:
             self.was_admitted = True
             self.num_cached_tokens = min(num_restored_tokens, self.num_prompt_tokens)
+
+    def append_token(self, token_id: int) -> None:
+        """Extend the output by the token that was just sampled: all others have their K/V."""
+        assert self.num_computed_tokens == len(self.token_ids)
+        self.token_ids.append(token_id)
 
     def preempt(self) -> None:
         """Forget all K/V: wait again, and recompute when admitted again. The blocks must have been freed."""
