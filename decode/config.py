@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from decode.errors import DecodeError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(DecodeError):
     """A checkpoint that cannot be served; the message names the file and the field, tensor or architecture."""
 
 

@@ -72,8 +72,6 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
     try:
         return {
