@@ -1,0 +1,187 @@
+"""The web application, wired: the only place where routes, resources and the parts behind them meet.
+
+Owns the wiring and the periodic work of the process. Everything with an outside (Redis, clock, ids) is handed in, so
+that a test or the one-process server can hand in its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import cast
+from uuid import uuid4
+
+import falcon.asgi
+from falcon import HTTPError
+from falcon.asgi import Request, Response
+
+from app.admission import Admission
+from app.answers import Closer, OpenAnswers
+from app.chat import ChatCompletions, ChatSettings
+from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
+from app.errors import ApiError, internal_error
+from app.health import Live, Ready
+from app.models import Models
+from app.text_edge import TextEdge
+from bridge.reader import Reader
+from tasks.record import RequestRecords
+from tasks.submit import Submitter
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+POOL_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationSettings:
+    max_waiting: int = 256
+    max_body_bytes: int = 8 * 1024 * 1024
+    keep_alive_s: float = 10.0
+    stall_limit_s: float = 30.0
+
+
+class Application:
+    """The ASGI application, and what its process needs to do with it."""
+
+    def __init__(self, watch: DisconnectWatch, reader: Reader, answers: OpenAnswers, closer: Closer) -> None:
+        self._watch = watch
+        self._reader = reader
+        self._answers = answers
+        self._closer = closer
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are under way."""
+        return len(self._answers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await self._watch(scope, receive, send)
+
+    def tick(self, now_s: float) -> None:
+        """The periodic work; `now_s` is monotonic time."""
+        self._watch.sweep(now_s)
+        self._closer.retry()
+
+    async def drain(self, budget_s: float) -> None:
+        """From now on new requests are refused; open answers get `budget_s` to finish, then a final error event."""
+        await self._answers.drain(budget_s)
+
+    def start(self) -> None:
+        """Call on the event loop that serves the application. The lifespan protocol does."""
+        self._reader.start(asyncio.get_running_loop())
+        self._ticker = asyncio.create_task(self._tick_for_ever())
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self._shut_down)
+
+    def _shut_down(self) -> None:
+        self._closer.shut_down(timeout_s=1.0)
+        # Requests that could not be closed stay in the reader's set: the watchdog ends them when its lease is over.
+        self._reader.stop(keep_lease=self._closer.num_pending > 0)
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick(time.monotonic())
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            match (await receive())["type"]:
+                case "lifespan.startup":
+                    self.start()
+                    await send({"type": "lifespan.startup.complete"})
+                case "lifespan.shutdown":
+                    await self.stop()
+                    await send({"type": "lifespan.shutdown.complete"})
+                    return
+
+
+def create_app(
+    *,
+    text_edges: Mapping[str, TextEdge],
+    records: RequestRecords,
+    submitter: Submitter,
+    reader: Reader,
+    settings: ApplicationSettings,
+    pool: Executor | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.time,
+    new_id: Callable[[], str] = lambda: f"chatcmpl-{uuid4().hex}",
+    new_seed: Callable[[], int] = lambda: random.getrandbits(63),
+) -> Application:
+    """`pool` runs what blocks; `clock` is the time of day, `monotonic` the time for limits."""
+    pool = pool or ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="web-redis")
+    answers = OpenAnswers()
+    closer = Closer(records, pool)
+    chat = ChatCompletions(
+        text_edges=text_edges,
+        admission=Admission(
+            records, submitter, reader_id=reader.reader_id, max_waiting=settings.max_waiting, clock=monotonic
+        ),
+        reader=reader,
+        answers=answers,
+        closer=closer,
+        pool=pool,
+        settings=ChatSettings(settings.max_body_bytes, settings.keep_alive_s),
+        new_id=new_id,
+        new_seed=new_seed,
+        clock=clock,
+    )
+    models = Models(text_edges, int(clock()))
+    asgi = falcon.asgi.App()
+    asgi.req_options.strip_url_path_trailing_slash = True
+    asgi.add_route("/v1/chat/completions", chat)
+    asgi.add_route("/v1/models", models)
+    asgi.add_route("/v1/models/{model:path}", models, suffix="one")
+    asgi.add_route("/livez", Live())
+    asgi.add_route("/readyz", Ready(list(text_edges), records, answers, pool))
+    asgi.add_middleware(RequestIds())
+    asgi.add_error_handler(Exception, _on_exception)
+    asgi.add_error_handler(HTTPError, _on_http_error)
+    asgi.add_error_handler(ApiError, _on_api_error)
+    watch = DisconnectWatch(cast(Asgi, asgi), stall_limit_s=settings.stall_limit_s, clock=monotonic)
+    return Application(watch, reader, answers, closer)
+
+
+class RequestIds:
+    """Every response has an `x-request-id`; for a chat answer it is the id of the completion."""
+
+    async def process_response(self, req: Request, resp: Response, resource: object, req_succeeded: bool) -> None:
+        if resp.get_header("x-request-id") is None:
+            resp.set_header("x-request-id", f"req-{uuid4().hex}")
+
+
+async def _on_api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:
+    resp.status = error.status
+    resp.set_headers(dict(error.headers))
+    resp.content_type = "application/json"
+    resp.data = error.render()
+    resp.text = resp.media = None
+
+
+async def _on_http_error(req: Request, resp: Response, error: HTTPError, params: object) -> None:
+    """What Falcon itself refuses: an unknown path, a method that a path does not have."""
+    message = {
+        404: f"Unknown path: {req.method} {req.path}. The API is under /v1.",
+        405: f"{req.path} does not take {req.method}.",
+    }.get(error.status_code, error.title or "The request was refused.")
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    refusal = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+    await _on_api_error(req, resp, refusal, params)
+
+
+async def _on_exception(req: Request, resp: Response, error: Exception, params: object) -> None:
+    logger.error("%s %s %s failed", resp.get_header("x-request-id") or "-", req.method, req.path, exc_info=error)
+    await _on_api_error(req, resp, internal_error(), params)

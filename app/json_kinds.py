@@ -1,0 +1,198 @@
+"""The kinds of value that a request field can have: each checks one JSON value and describes itself as JSON Schema.
+
+Owns the wording of type and range errors. Refuses to know which fields exist (`app.openai_in`). `read` gives the
+checked value or raises `ApiError` naming `param`; a bool is never a number, and NaN and the infinities are none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from app.errors import invalid
+
+INT64 = (-(2**63), 2**63 - 1)
+INT32_MAX = 2**31 - 1
+
+
+class Kind(Protocol):
+    def read(self, value: Any, param: str) -> Any: ...
+    def schema(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Boolean:
+    def read(self, value: Any, param: str) -> bool:
+        if not isinstance(value, bool):
+            raise invalid(param, f"{param} must be true or false.", "invalid_type")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    low: int
+    high: int
+
+    def read(self, value: Any, param: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise invalid(param, f"{param} must be an integer.", "invalid_type")
+        if not self.low <= value <= self.high:
+            raise invalid(param, f"{param} must be an integer from {self.low} to {self.high}.")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number from `low` (not `low` itself if `above`) to `high`."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def read(self, value: Any, param: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise invalid(param, f"{param} must be a number.", "invalid_type")
+        if not math.isfinite(value) or not self.low <= value <= self.high or (self.above and value == self.low):
+            span = f"greater than {self.low:g} and at most" if self.above else f"from {self.low:g} to"
+            raise invalid(param, f"{param} must be a number {span} {self.high:g}.")
+        return float(value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "number", "exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    max_length: int = INT32_MAX
+    min_length: int = 0
+
+    def read(self, value: Any, param: str) -> str:
+        if not isinstance(value, str):
+            raise invalid(param, f"{param} must be a string.", "invalid_type")
+        if not self.min_length <= len(value) <= self.max_length:
+            raise invalid(param, f"{param} must have from {self.min_length} to {self.max_length} characters.")
+        if not value.isascii():
+            check_unicode(value, param)
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": self.min_length, "maxLength": self.max_length}
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    values: tuple[str, ...]
+
+    def read(self, value: Any, param: str) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            raise invalid(param, f"{param} must be one of {', '.join(self.values)}.")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.values)}
+
+
+@dataclass(frozen=True, slots=True)
+class TextOrTexts:
+    """One string, or a list of `1..max_items` of them; read as a tuple."""
+
+    item: Text
+    max_items: int
+
+    def read(self, value: Any, param: str) -> tuple[str, ...]:
+        if isinstance(value, str):
+            return (self.item.read(value, param),)
+        if not isinstance(value, list):
+            raise invalid(param, f"{param} must be a string or a list of strings.", "invalid_type")
+        if not 1 <= len(value) <= self.max_items:
+            raise invalid(param, f"{param} must have from 1 to {self.max_items} strings.")
+        return tuple(self.item.read(entry, f"{param}[{number}]") for number, entry in enumerate(value))
+
+    def schema(self) -> dict[str, Any]:
+        item = self.item.schema()
+        return {"anyOf": [item, {"type": "array", "items": item, "minItems": 1, "maxItems": self.max_items}]}
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """An object of at most `max_pairs` short strings."""
+
+    max_pairs: int
+    key: Text
+    value: Text
+
+    def read(self, value: Any, param: str) -> Mapping[str, str]:
+        if not isinstance(value, dict):
+            raise invalid(param, f"{param} must be an object.", "invalid_type")
+        if len(value) > self.max_pairs:
+            raise invalid(param, f"{param} must have at most {self.max_pairs} entries.")
+        for name, entry in value.items():
+            self.key.read(name, param)
+            self.value.read(entry, param)
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object", "maxProperties": self.max_pairs, "additionalProperties": self.value.schema()}
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object with known fields, each optional; others are ignored, and null is the same as absent."""
+
+    fields: Mapping[str, Kind]
+
+    def read(self, value: Any, param: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise invalid(param, f"{param} must be an object.", "invalid_type")
+        return {
+            name: kind.read(value[name], f"{param}.{name}")
+            for name, kind in self.fields.items()
+            if value.get(name) is not None
+        }
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object", "properties": {name: kind.schema() for name, kind in self.fields.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class Anything:
+    """A value that is not looked at."""
+
+    def read(self, value: Any, param: str) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """A documented field that is not applied: only the values that ask for nothing are taken."""
+
+    kind: Kind
+    neutral: tuple[Any, ...]
+
+    def read(self, value: Any, param: str) -> Any:
+        value = self.kind.read(value, param)
+        if value not in self.neutral:
+            raise invalid(param, f"This value of {param} is not supported by this server.", "unsupported_value")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {**self.kind.schema(), "enum": list(self.neutral)} if self.neutral else {"type": "null"}
+
+
+def check_unicode(text: str, param: str) -> None:
+    """JSON can spell half of a surrogate pair, which no text contains."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(param, f"{param} has a lone surrogate and is not valid Unicode.") from None

@@ -1,0 +1,273 @@
+"""One thread that reads every live stream of this web process with one blocking XREAD, for all its subscribers.
+
+Owns which streams are read and from where, the order and contiguity of what is handed over, and the bounded window
+of each subscriber. Refuses to know what tokens mean and where they go. A subscriber that does not keep up is taken
+out of the read; once it has emptied its window it is read again from its last entry: Redis is the buffer.
+
+The thread turns `tick()`; everything that subscribers see happens on the event loop, by one
+`call_soon_threadsafe` a batch. An entry on the control stream makes a blocked read start again with the new list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from redis.exceptions import RedisError
+
+from bridge.subscription import StreamLost, Subscription
+from tasks import keys
+from tasks.contract import ContractError, StreamEvent, decode_entry
+
+logger = logging.getLogger(__name__)
+
+Batch = list[tuple["Feed", list[StreamEvent], bytes]]
+
+
+class ReaderLease(Protocol):
+    """What tells the watchdog that this process still reads (`tasks.record.RequestRecords`)."""
+
+    def reader_heartbeat(self, reader: str, lease_ms: int) -> object: ...
+    def reader_leave(self, reader: str) -> object: ...
+
+
+class Feed:
+    """One subscriber's place in one stream. A rewound subscriber gets a new feed, so late batches of the old one
+    are recognised and dropped."""
+
+    __slots__ = ("key", "position", "subscription")
+
+    def __init__(self, key: bytes, position: bytes, subscription: Subscription) -> None:
+        self.key = key
+        self.position = position
+        self.subscription = subscription
+
+
+class Reader:
+    def __init__(
+        self,
+        redis_blocking: Any,
+        redis_short: Any,
+        reader_id: str,
+        lease: ReaderLease,
+        *,
+        window: int = 512,
+        block_ms: int | None = 500,
+        lease_ms: int = 3000,
+        heartbeat_s: float = 1.0,
+        outage_limit_s: float = 10.0,
+        pace_s: float = 0.001,
+    ) -> None:
+        self.reader_id = reader_id
+        self.window = window
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocking = redis_blocking
+        self._short = redis_short
+        self._lease = lease
+        self._block_ms = block_ms
+        self._lease_ms = lease_ms
+        self._heartbeat_s = heartbeat_s
+        self._outage_limit_s = outage_limit_s
+        self._pace_s = pace_s
+        self._control = keys.control(reader_id).encode()
+        self._control_position = b"0-0"
+        # The loop appends, the thread takes: True adds the feed, False removes it.
+        self._changes: deque[tuple[bool, Feed]] = deque()
+        self._feeds: dict[Feed, None] = {}
+        # Each layer is one XREAD. The first holds each stream once; a second reader of a stream is in the next.
+        self._layers: list[dict[bytes, Feed]] = [{}]
+        self._wake_pending = False
+        self._last_heartbeat_s = float("-inf")
+        self._outage_since_s: float | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._waker = ThreadPoolExecutor(1, thread_name_prefix="reader-wake")
+
+    # Called on the event loop.
+
+    @property
+    def num_feeds(self) -> int:
+        """Subscribers that were in the last read."""
+        return len(self._feeds)
+
+    def subscribe(self, request_id: str, after_index: int = -1) -> Subscription:
+        """Events of `request_id` with token index > `after_index`, from any position, as often as wanted."""
+        return Subscription(self, request_id, after_index)
+
+    def add(self, subscription: Subscription, position: bytes) -> Feed:
+        feed = Feed(keys.out(subscription.request_id).encode(), position, subscription)
+        self._changes.append((True, feed))
+        self._wake()
+        return feed
+
+    def remove(self, feed: Feed) -> None:
+        """The next read leaves it out; a read that is under way may still bring a batch, which is dropped."""
+        self._changes.append((False, feed))
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None, "the reader is bound to a loop before anybody subscribes"
+        return self._loop
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The loop on which subscribers live."""
+        self._loop = loop
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.bind(loop)
+        self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, keep_lease: bool = False) -> None:
+        """Ends the thread (waits for it) and gives the lease back, unless requests are left for the watchdog."""
+        self._stopping.set()
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(timeout=2)
+        self._waker.shutdown(wait=False, cancel_futures=True)
+        if keep_lease:
+            return
+        try:
+            self._lease.reader_leave(self.reader_id)
+        except RedisError as error:
+            logger.warning("%s reader lease not given back: %s", self.reader_id, error)
+
+    # Called on the reader's thread.
+
+    def tick(self, now_s: float) -> bool:
+        """One read of everything, handed over. False when Redis could not be reached. `now_s` is monotonic time."""
+        fresh = self._take_changes()
+        try:
+            if now_s - self._last_heartbeat_s >= self._heartbeat_s:
+                self._lease.reader_heartbeat(self.reader_id, self._lease_ms)
+                self._fail_vanished()
+                self._last_heartbeat_s = now_s
+            batch = self._read(block=not (fresh and len(self._layers) > 1))
+        except RedisError as error:
+            self._note_outage(now_s, error)
+            return False
+        self._outage_since_s = None
+        if batch:
+            self.loop.call_soon_threadsafe(_deliver, batch)
+        return True
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            try:
+                reached = self.tick(started_s)
+            except Exception as error:
+                if self._stopping.is_set():
+                    return
+                logger.exception("%s reader failed", self.reader_id)
+                self._fail_all(StreamLost(f"the reader failed: {error}"))
+                reached = False
+            # PERF: a step of the engine appends to all its streams one after the other; without the pause the read
+            # returns at the first of them, and then again for the rest.
+            self._stopping.wait(self._pace_s if reached else 0.1)
+
+    def _take_changes(self) -> bool:
+        self._wake_pending = False
+        changed = False
+        while self._changes:
+            is_added, feed = self._changes.popleft()
+            if is_added:
+                self._feeds[feed] = None
+            else:
+                self._feeds.pop(feed, None)
+            changed = True
+        if changed:
+            self._layers = _layers(self._feeds)
+        return changed
+
+    def _read(self, block: bool) -> Batch:
+        batch: Batch = []
+        for number, layer in enumerate(self._layers):
+            positions: dict[Any, Any] = {key: feed.position for key, feed in layer.items()}
+            if number == 0:
+                positions[self._control] = self._control_position
+            reply = self._blocking.xread(
+                positions, count=128, block=self._block_ms if block and number == 0 else None
+            )
+            for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
+                if key == self._control:
+                    self._control_position = entries[-1][0]
+                elif (feed := layer.get(key)) is not None:
+                    self._decode(feed, entries, batch)
+        return batch
+
+    def _decode(self, feed: Feed, entries: list[Any], batch: Batch) -> None:
+        try:
+            events = [decode_entry(entry, fields) for entry, fields in entries]
+        except ContractError as error:
+            logger.error("%s unreadable entry: %s", feed.subscription.request_id, error)
+            self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))
+            return
+        feed.position = entries[-1][0]
+        batch.append((feed, events, feed.position))
+
+    def _fail_vanished(self) -> None:
+        """A record that is gone (Redis lost its data, or it expired) will never end: its readers are told now."""
+        feeds = list(self._feeds)
+        if not feeds:
+            return
+        pipeline = self._short.pipeline(transaction=False)
+        for feed in feeds:
+            pipeline.exists(keys.request(feed.subscription.request_id))
+        gone = [feed for feed, exists in zip(feeds, pipeline.execute(), strict=True) if not exists]
+        self._fail(gone, StreamLost("the request is no longer known to the queue"))
+
+    def _note_outage(self, now_s: float, error: RedisError) -> None:
+        if self._outage_since_s is None:
+            self._outage_since_s = now_s
+            logger.warning("%s Redis not reachable: %s", self.reader_id, error)
+        elif now_s - self._outage_since_s >= self._outage_limit_s:
+            self._fail_all(StreamLost(f"the queue has not been reachable for {self._outage_limit_s:g} s"))
+
+    def _fail_all(self, error: StreamLost) -> None:
+        self._take_changes()
+        self._fail(list(self._feeds), error)
+
+    def _fail(self, feeds: Iterable[Feed], error: StreamLost) -> None:
+        for feed in feeds:
+            self._feeds.pop(feed, None)
+            self._call_on_loop(feed.subscription.fail, error)
+        self._layers = _layers(self._feeds)
+
+    def _call_on_loop(self, function: Callable[..., None], *args: object) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def _wake(self) -> None:
+        if self._wake_pending or self._block_ms is None:
+            return
+        self._wake_pending = True
+        self._waker.submit(self._send_wake)
+
+    def _send_wake(self) -> None:
+        try:
+            self._short.xadd(self._control, {b"w": b""}, maxlen=1, approximate=False)
+        except RedisError as error:
+            # The read returns by itself after block_ms, and then sees the change.
+            logger.warning("%s reader not woken: %s", self.reader_id, error)
+
+
+def _layers(feeds: Iterable[Feed]) -> list[dict[bytes, Feed]]:
+    layers: list[dict[bytes, Feed]] = [{}]
+    for feed in feeds:
+        for layer in layers:
+            if layer.setdefault(feed.key, feed) is feed:
+                break
+        else:
+            layers.append({feed.key: feed})
+    return layers
+
+
+def _deliver(batch: Batch) -> None:
+    for feed, events, position in batch:
+        feed.subscription.accept(feed, events, position)

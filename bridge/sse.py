@@ -1,0 +1,29 @@
+"""Server-sent events as bytes: framing is a pure function of the data, the event id and nothing else.
+
+Owns the wire format of https://html.spec.whatwg.org/multipage/server-sent-events.html. Refuses to know what the
+data means and how it is sent. Data with line breaks becomes several `data:` lines; only CR LF, CR and LF count
+as line breaks (U+2028 and its friends, which models do emit, are ordinary text).
+"""
+
+from __future__ import annotations
+
+import re
+
+DONE = b"[DONE]"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_LINE_BREAK = re.compile(rb"\r\n|\r|\n")
+
+
+def frame(data: bytes, event_id: int | None = None) -> bytes:
+    """One event. `event_id` is what a client sends back as `Last-Event-ID` when it resumes."""
+    if b"\n" in data or b"\r" in data:
+        data = b"\ndata: ".join(_LINE_BREAK.split(data))
+    if event_id is None:
+        return b"data: %b\n\n" % data
+    return b"id: %d\ndata: %b\n\n" % (event_id, data)
+
+
+def comment(text: str) -> bytes:
+    """A line that every client skips; line breaks in it become spaces, so it can never start a field."""
+    return b": %b\n\n" % _LINE_BREAK.sub(b" ", text.encode())

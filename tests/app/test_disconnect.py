@@ -1,0 +1,209 @@
+"""A client that leaves, and one that does not read: the generation ends, at once or at the limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.disconnect import DisconnectWatch, Receive, Scope, Send
+from tests.app.web import Exchange, Web, run
+
+
+def end_of(web: Web, request_id: str = "chatcmpl-1") -> tuple[str, str]:
+    state = web.records.state(request_id)
+    assert state is not None
+    return state.state, state.reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_queued_cancels_and_the_request_can_never_start(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(stream=stream)
+        exchange.leave()
+        await web.settle()
+        assert exchange.task.done()
+        assert end_of(web) == ("cancelled", "disconnect")
+        assert web.records.num_waiting("scripted") == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_during_prefill_makes_the_next_append_refused(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=stream)
+        worker.claim("chatcmpl-1")
+        exchange.leave()
+        await web.settle()
+        assert end_of(web) == ("cancelled", "disconnect")
+        assert worker.append("chatcmpl-1", 0, 101).reason == "closed"
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_mid_decode_cancels_without_another_token(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=stream)
+        worker.claim("chatcmpl-1")
+        worker.append("chatcmpl-1", 0, 101, 102)
+        await web.turn()
+        exchange.leave()
+        await web.settle()
+        assert end_of(web) == ("cancelled", "disconnect")
+        assert exchange.task.done()
+        assert web.app.num_open == 0
+
+    run(test)
+
+
+def test_leaving_after_the_end_changes_nothing() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        worker.append("chatcmpl-1", 0, 101, end="length")
+        await web.turn()
+        exchange.leave()
+        await web.settle()
+        assert end_of(web) == ("finished", "length")
+
+    run(test)
+
+
+def test_leaving_before_the_queue_answered_cancels() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        submit = web.submitter.submit
+        exchanges: list[Exchange] = []
+
+        def submit_slowly(job: object, **options: object) -> None:
+            exchanges[0].leave()
+            submit(job, **options)  # type: ignore[arg-type]
+
+        web.submitter.submit = submit_slowly  # type: ignore[method-assign,assignment]
+        web.on_start = exchanges.append
+        await web.chat(stream=True)
+        assert end_of(web) == ("cancelled", "disconnect")
+        assert exchanges[0].task.done()
+
+    run(test)
+
+
+def test_neighbours_of_a_client_that_left_read_on() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        first, second = await web.chat(stream=True), await web.chat(stream=True)
+        first.leave()
+        await web.settle()
+        worker.claim("chatcmpl-2")
+        worker.append("chatcmpl-2", 0, 101, end="length")
+        await web.turn()
+        assert second.text == "<101>"
+        assert second.is_over
+
+    run(test)
+
+
+def test_a_cancel_that_redis_did_not_take_is_tried_again() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(stream=True)
+        web.server.connected = False
+        exchange.leave()
+        await web.settle()
+        web.server.connected = True
+        assert end_of(web) == ("offered", "")
+        web.app.tick(web.now_s)
+        assert end_of(web) == ("cancelled", "disconnect")
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_falls_back_and_catches_up_from_redis() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        exchange.stop_reading()
+        for index in range(100):
+            worker.append("chatcmpl-1", index, 100 + index)
+            if index % 5 == 0:
+                await web.turn()
+        worker.append("chatcmpl-1", 100, 999, end="length")
+        assert web.reader.num_feeds == 0, "a laggard is not read"
+        exchange.read_on()
+        for _ in range(40):
+            await web.settle()
+            await web.turn()
+        assert exchange.text == "".join(f"<{100 + index}>" for index in range(100)) + "<999>"
+        assert exchange.is_over
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        exchange.stop_reading()
+        worker.append("chatcmpl-1", 0, 101)
+        await web.turn()
+        web.now_s = 29.9
+        web.app.tick(web.now_s)
+        assert not exchange.was_dropped
+        web.now_s = 30.0
+        web.app.tick(web.now_s)
+        await web.settle()
+        assert exchange.was_dropped
+        assert exchange.task.done()
+        assert end_of(web) == ("cancelled", "disconnect")
+
+    run(test, stall_limit_s=30.0)
+
+
+def test_a_client_that_reads_slowly_but_reads_is_kept() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        for index in range(10):
+            exchange.stop_reading()
+            worker.append("chatcmpl-1", index, 101)
+            await web.turn()
+            web.now_s += 20
+            web.app.tick(web.now_s)
+            exchange.read_on()
+            await web.settle()
+        assert not exchange.was_dropped
+        assert len(exchange.chunks) == 11
+
+    run(test, stall_limit_s=30.0)
+
+
+def test_waiting_for_tokens_is_not_a_stall() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(stream=True)
+        web.now_s = 10_000
+        web.app.tick(web.now_s)
+        assert not exchange.was_dropped
+
+    run(test, stall_limit_s=30.0)
+
+
+def test_the_watch_passes_on_what_is_not_http() -> None:
+    async def test(web: Web) -> None:
+        seen: list[str] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            seen.append(scope["type"])
+
+        watch = DisconnectWatch(app, stall_limit_s=1)
+        await watch({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+        assert seen == ["lifespan"]
+
+    run(test)

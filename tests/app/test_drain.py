@@ -1,0 +1,91 @@
+"""Shutting down: nothing new, and a final event for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.app.web import Web, run
+
+
+def test_new_requests_are_refused_while_draining() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.app.drain(budget_s=1)
+        exchange = await web.chat()
+        assert (exchange.status, exchange.error["code"]) == (503, "shutting_down")
+        assert int(exchange.headers["retry-after"]) >= 1
+        ready = await web.request("GET", "/readyz")
+        assert (ready.status, ready.json["reason"]) == (503, "draining")
+
+    run(test)
+
+
+def test_an_answer_that_ends_within_the_budget_ends_as_ever() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        drain = asyncio.ensure_future(web.app.drain(budget_s=60))
+        await web.settle()
+        assert not drain.done()
+        worker.append("chatcmpl-1", 0, 101, end="length")
+        await web.turn()
+        await drain
+        assert exchange.events[-1][1] == "[DONE]"
+
+    run(test)
+
+
+def test_a_stream_that_does_not_end_in_time_gets_an_error_event_and_is_cancelled() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        worker.append("chatcmpl-1", 0, 101)
+        await web.turn()
+        await web.app.drain(budget_s=0)
+        await web.settle()
+        assert exchange.events[-1][1]["error"]["code"] == "shutting_down"
+        assert exchange.is_over
+        state = web.records.state("chatcmpl-1")
+        assert state is not None
+        assert (state.state, state.reason) == ("cancelled", "shutdown")
+
+    run(test)
+
+
+def test_a_whole_answer_that_does_not_end_in_time_is_an_error_response() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat()
+        await web.app.drain(budget_s=0)
+        await web.settle()
+        assert (exchange.status, exchange.error["code"]) == (503, "shutting_down")
+
+    run(test)
+
+
+def test_stopping_gives_the_reader_lease_back() -> None:
+    async def test(web: Web) -> None:
+        await web.turn()
+        assert web.redis.zscore("tf:readers", "reader-1") is not None
+        await web.app.stop()
+        assert web.redis.zscore("tf:readers", "reader-1") is None
+
+    run(test)
+
+
+def test_requests_that_could_not_be_closed_are_left_to_the_watchdog() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(stream=True)
+        await web.turn()
+        web.server.connected = False
+        exchange.leave()
+        await web.settle()
+        await web.app.stop()
+        web.server.connected = True
+        assert web.records.open_of("reader-1") == ["chatcmpl-1"]
+        assert web.redis.zscore("tf:readers", "reader-1") is not None
+
+    run(test)

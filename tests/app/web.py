@@ -1,0 +1,254 @@
+"""The web application over fakeredis, driven by hand: an ASGI client, a scripted worker, and a reader that is turned.
+
+Nothing here runs by itself: `Web.turn` lets the reader read once and the event loop settle, `Worker` appends exactly
+what a test says. Blocking calls run at once, in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import fakeredis
+import orjson
+
+from app.application import Application, ApplicationSettings, create_app
+from app.text_edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, scripted_text_edge
+from bridge.reader import Reader
+from tasks.broker import build_broker
+from tasks.clients import connect_fake
+from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad
+from tasks.record import Append, Claimed, RequestRecords, Terminal
+from tasks.submit import Submitter
+
+MODEL = "scripted"
+FINGERPRINT = "fp-1"
+HELLO = [{"role": "user", "content": "hi"}]
+START_S = 1_700_000_000.0
+EOS = SCRIPTED_EOS_TOKEN_ID
+NUM_PROMPT_TOKENS = len("user: hi\nassistant:")
+
+
+class Inline(Executor):
+    """A pool without threads."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def worker_info(worker: str = "w1", **changes: Any) -> WorkerInfo:
+    known: dict[str, Any] = {
+        "worker": worker,
+        "pid": 1,
+        "host": "h",
+        "device": "cpu",
+        "model": MODEL,
+        "fingerprint": FINGERPRINT,
+        "variant": "scripted",
+        "max_model_len": 1000,
+        "max_num_seqs": 8,
+        "kv_cache_tokens": 4096,
+        "started_ms": 0,
+    }
+    return WorkerInfo(**{**known, **changes})
+
+
+class Worker:
+    """Does to the request record what a worker does, one call at a time."""
+
+    def __init__(self, records: RequestRecords, info: WorkerInfo) -> None:
+        self.records = records
+        self.info = info
+        self.records.heartbeat(info, WorkerLoad(), lease_ms=3_600_000)
+
+    def claim(self, request_id: str) -> GenerationJob:
+        claimed = self.records.claim(request_id, 1, self.info.worker, self.info.fingerprint)
+        assert isinstance(claimed, Claimed)
+        return claimed.job
+
+    def append(
+        self, request_id: str, first_index: int, *token_ids: int, end: str | None = None, cached: int = 0
+    ) -> Any:
+        terminal = Terminal("finished", end) if end in ("stop", "length") else None
+        if end is not None and terminal is None:
+            terminal = Terminal("failed", end)
+        [result] = self.records.append_many(
+            [Append(request_id, 1, first_index, token_ids, cached, terminal, self.info.worker)]
+        )
+        return result
+
+
+class Exchange:
+    """One HTTP request through the ASGI interface, with a client that can leave, and can stop reading."""
+
+    def __init__(self, web: Web, method: str, path: str, headers: Mapping[str, str], parts: list[bytes]) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.is_over = False
+        self.was_dropped = False
+        self.num_parts_read = 0
+        self._parts = parts
+        self._left = asyncio.Event()
+        self._reading = asyncio.Event()
+        self._reading.set()
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "server": ("testserver", 80),
+            "client": ("testclient", 1),
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            "tokenferry.abort": self._abort,
+        }
+        self.task = asyncio.ensure_future(web.app(self._scope, self._receive, self._send))
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[tuple[int, Any]]:
+        """(id, data) of every complete event so far, comments left out."""
+        found = []
+        for block in self.body.decode().split("\n\n")[:-1]:
+            if block.startswith(":"):
+                continue
+            id_line, data_line = block.split("\n")
+            data = data_line.removeprefix("data: ")
+            found.append((int(id_line.removeprefix("id: ")), data if data == "[DONE]" else orjson.loads(data)))
+        return found
+
+    @property
+    def chunks(self) -> list[Any]:
+        return [data for _, data in self.events if data != "[DONE]"]
+
+    @property
+    def text(self) -> str:
+        return "".join(c["choices"][0]["delta"].get("content") or "" for c in self.chunks if c.get("choices"))
+
+    def leave(self) -> None:
+        self._left.set()
+
+    def stop_reading(self) -> None:
+        self._reading.clear()
+
+    def read_on(self) -> None:
+        self._reading.set()
+
+    def _abort(self) -> None:
+        self.was_dropped = True
+        self._left.set()
+        self._reading.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self.num_parts_read < len(self._parts):
+            self.num_parts_read += 1
+            more = self.num_parts_read < len(self._parts)
+            return {"type": "http.request", "body": self._parts[self.num_parts_read - 1], "more_body": more}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        await self._reading.wait()
+        if self._left.is_set():
+            return
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.body += message.get("body", b"")
+            self.is_over = not message.get("more_body", False)
+
+
+class Web:
+    """Everything of one web process, on the running event loop."""
+
+    def __init__(self, *, text_edges: Mapping[str, TextEdge] | None = None, **settings: Any) -> None:
+        server = fakeredis.FakeServer()
+        self.server = server
+        self.redis = connect_fake(server, use="short")
+        self.records = RequestRecords(self.redis)
+        self.submitter = Submitter(self.records, build_broker(connect_fake(server, use="queue")), self.redis)
+        self.reader = Reader(
+            connect_fake(server, use="blocking"), self.redis, "reader-1", self.records, window=8, block_ms=None
+        )
+        self.reader.bind(asyncio.get_running_loop())
+        self.now_s = 0.0
+        self.num_ids = 0
+        self.on_start: Callable[[Exchange], None] = lambda exchange: None
+        self.app: Application = create_app(
+            text_edges=text_edges or {MODEL: scripted_text_edge()},
+            records=self.records,
+            submitter=self.submitter,
+            reader=self.reader,
+            settings=ApplicationSettings(**settings),
+            pool=Inline(),
+            clock=lambda: START_S,
+            monotonic=lambda: self.now_s,
+            new_id=self._new_id,
+            new_seed=lambda: 4242,
+        )
+
+    def _new_id(self) -> str:
+        self.num_ids += 1
+        return f"chatcmpl-{self.num_ids}"
+
+    def worker(self, name: str = "w1", **changes: Any) -> Worker:
+        return Worker(self.records, worker_info(name, **changes))
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def turn(self) -> None:
+        """One read of the reader, delivered and relayed."""
+        self.reader.tick(self.now_s)
+        await self.settle()
+
+    async def request(
+        self, method: str, path: str, body: bytes | list[bytes] = b"", headers: Mapping[str, str] | None = None
+    ) -> Exchange:
+        parts = body if isinstance(body, list) else [body]
+        exchange = Exchange(self, method, path, headers or {}, parts)
+        self.on_start(exchange)
+        await self.settle()
+        return exchange
+
+    async def post(self, body: bytes | dict[str, Any], **headers: str) -> Exchange:
+        """A chat request. Header names with `_` for `-`."""
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        known = {"content-type": "application/json", "content-length": str(len(data))}
+        known.update({name.replace("_", "-"): value for name, value in headers.items()})
+        return await self.request("POST", "/v1/chat/completions", data, known)
+
+    async def chat(self, **fields: Any) -> Exchange:
+        return await self.post({"model": MODEL, "messages": HELLO, **fields})
+
+
+def run(test: Callable[[Web], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    """Runs one test on an event loop of its own."""
+
+    async def main() -> None:
+        await test(Web(**settings))
+
+    asyncio.run(main())
