@@ -1,0 +1,76 @@
+"""Fault 20 with a real process and a real server: SIGKILL the recorder at random moments, 40,000 events."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from redis import Redis
+
+from bridge.catalog import Catalog
+from bridge.recorder import Recorder
+from tasks import keys
+from tasks.clients import connect
+
+NUM_FACTS = 40_000
+NUM_KILLS = 5
+LIMIT_S = 60.0
+
+RECORDER = """
+import sys, time
+from pathlib import Path
+from bridge.catalog import Catalog
+from bridge.recorder import Recorder
+from tasks.clients import connect
+
+recorder = Recorder(
+    connect(sys.argv[1], use="short"), Catalog(Path(sys.argv[2])), clock_ms=lambda: time.time_ns() // 1_000_000
+)
+while True:
+    recorder.tick()
+"""
+
+
+def write(redis: Redis, first: int, end: int) -> None:
+    now_ms = time.time_ns() // 1_000_000
+    with redis.pipeline(transaction=False) as pipe:
+        for n in range(first, end):
+            pipe.xadd(keys.EVENTS, {"k": "submitted", "id": f"r{n}", "a": 1, "m": "m", "t": now_ms, "d": "{}"})
+        pipe.execute()
+
+
+def test_40000_facts_are_recorded_once_each_whatever_moment_the_recorder_is_killed_at(
+    valkey_url: str, tmp_path: Path
+) -> None:
+    redis = connect(valkey_url, use="short")
+    redis.flushall()
+    seed = 40_000
+    print("seed", seed)
+    rng = random.Random(seed)
+    num_left_at_kill = sorted(rng.sample(range(2_000, NUM_FACTS - 2_000), NUM_KILLS), reverse=True)
+    deadline = time.monotonic() + LIMIT_S
+    num_written = 0
+    for num_left in [*num_left_at_kill, 0]:
+        process = subprocess.Popen([sys.executable, "-c", RECORDER, valkey_url, str(tmp_path)])
+        try:
+            while int(redis.xlen(keys.EVENTS)) > num_left or num_written < NUM_FACTS:  # type: ignore[arg-type]
+                assert time.monotonic() < deadline
+                write(redis, num_written, min(num_written + 2_000, NUM_FACTS))
+                num_written = min(num_written + 2_000, NUM_FACTS)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    raise AssertionError(f"the recorder died by itself: {process.wait(timeout=0.01)}")
+        finally:
+            process.kill()
+            process.wait()
+    catalog = Catalog(tmp_path)
+    recorder = Recorder(redis, catalog, clock_ms=lambda: 0)
+    assert not recorder.record_batch()
+    assert catalog.query("SELECT count(*), count(DISTINCT request_id) FROM requests") == [(NUM_FACTS, NUM_FACTS)]
+    assert catalog.position.num_recorded == NUM_FACTS
+    assert redis.xlen(keys.EVENTS) == 0
+    catalog.close()
+    redis.close()
