@@ -60,7 +60,7 @@ class WatchDuty:
     def __init__(self, election: Election, watchdog: Watchdog, monotonic_ms: Callable[[], float]) -> None:
         self._election = election
         self._watchdog = watchdog
-        self._was_active = False
+        self._was_active: bool | None = None
         self._trouble = Trouble("bridge: Redis", monotonic_ms)
 
     def tick(self) -> float:
@@ -110,10 +110,7 @@ class RecordDuty:
             self._close_catalog()
             return STANDBY_S
         try:
-            if self._recorder is None:
-                self._catalog = self._open_catalog()
-                self._recorder = self._recorder_of(self._catalog)
-            is_more = self._recorder.tick()
+            is_more = self._open_recorder().tick()
         except CatalogTooNew as error:
             log.error("bridge: nothing is recorded: %s", error)
             return USELESS_AGAIN_S
@@ -130,9 +127,9 @@ class RecordDuty:
 
     def close(self) -> None:
         """Records what is there, leaves a fresh snapshot, and closes the catalog."""
-        if self._recorder is not None and self._is_active():
+        if self._is_active():
             try:
-                self._recorder.finish()
+                self._open_recorder().finish()
             except (CatalogError, RedisError) as error:
                 log.warning("bridge: the last facts wait in Redis for the next start: %s", error)
         self._close_catalog()
@@ -141,6 +138,12 @@ class RecordDuty:
         """Cuts what the catalog is doing short; for another thread, when the process must end now."""
         if (catalog := self._catalog) is not None:
             catalog.interrupt()
+
+    def _open_recorder(self) -> Recorder:
+        if self._recorder is None:
+            self._catalog = self._open_catalog()
+            self._recorder = self._recorder_of(self._catalog)
+        return self._recorder
 
     def _close_catalog(self) -> None:
         if self._catalog is not None:
