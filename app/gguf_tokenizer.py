@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import sentencepiece
 import tokenizers
@@ -60,33 +61,38 @@ def _single_digits() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
-_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _gpt2),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _single_digits
-    ),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "dbrx", "smaug-bpe"),
-        lambda: _at_matches(_LLAMA3),
-    ),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), lambda: _at_matches(_QWEN2)),
-    "tekken": lambda: _at_matches(_TEKKEN),
+@dataclass(frozen=True, slots=True)
+class _Pre:
+    """A pre-tokenizer and the rules that GGUF files leave to its name."""
+
+    build: Callable[[], pre_tokenizers.PreTokenizer]
+    takes_whole_words: bool = False
+    """A word that is in the vocabulary is taken as it is, without going through the merges."""
+    adds_bos: bool = False
+    """Plain prompts begin with BOS, unless the file says otherwise."""
+    composes: bool = False
+    """Text is brought to Unicode's form NFC first."""
+
+
+_LLAMA3_RULES = _Pre(lambda: _at_matches(_LLAMA3), takes_whole_words=True, adds_bos=True)
+_PRE_TOKENIZERS: dict[str, _Pre] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _Pre(_gpt2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _Pre(_single_digits)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_RULES),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(lambda: _at_matches(_LLAMA3))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Pre(lambda: _at_matches(_QWEN2), composes=True)),
+    **dict.fromkeys(("stablelm2", "megrez", "hunyuan"), _Pre(lambda: _at_matches(_QWEN2))),
+    "tekken": _Pre(lambda: _at_matches(_TEKKEN), takes_whole_words=True, adds_bos=True),
 }
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "tekken"})
-"""These take a word that is in the vocabulary as it is, without going through the merges."""
-_BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+"""By the names in `tokenizer.ggml.pre`. The names and patterns are those of the models that published them."""
 
 
 def load_gguf_tokenizer(source: GgufTokenizer) -> Tokenizer:
     """The tokenizer in a GGUF file's metadata. Raises `TokenizerError` if it is of a kind that is not supported."""
     match source.kind:
         case "gpt2":
-            encode, to_bytes, bos_by_default = (
-                _byte_level_encoder(source),
-                byte_level_bytes,
-                source.pre in _BOS_BY_DEFAULT,
-            )
+            pre = _pre_tokenizer(source.pre)
+            encode, to_bytes, bos_by_default = _byte_level_encoder(source, pre), byte_level_bytes, pre.adds_bos
         case "llama":
             encode, to_bytes, bos_by_default = _sentencepiece_encoder(source), sentencepiece_bytes, True
         case kind:
@@ -96,13 +102,10 @@ def load_gguf_tokenizer(source: GgufTokenizer) -> Tokenizer:
     def token_bytes(token_id: int) -> bytes:
         if not 0 <= token_id < len(tokens):
             return b""
-        match types[token_id]:
-            case 2 | 3 | 5:
-                return b""
-            case 4:
-                return tokens[token_id].encode()
-            case _:
-                return to_bytes(tokens[token_id])
+        kind = types[token_id]
+        if kind in (_UNKNOWN, _CONTROL, _UNUSED):
+            return b""
+        return tokens[token_id].encode() if kind == _USER_DEFINED else to_bytes(tokens[token_id])
 
     add_bos = bos_by_default if source.add_bos_token is None else source.add_bos_token
     return Tokenizer(
@@ -136,17 +139,20 @@ def _adds_space(source: GgufTokenizer) -> bool:
     return source.add_space_prefix is not False
 
 
-def _byte_level_encoder(source: GgufTokenizer) -> Callable[[str], list[int]]:
-    build_pre_tokenizer = _PRE_TOKENIZERS.get(source.pre)
-    if build_pre_tokenizer is None:
+def _pre_tokenizer(name: str) -> _Pre:
+    if (pre := _PRE_TOKENIZERS.get(name)) is None:
         known = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise TokenizerError(f"GGUF pre-tokenizer {source.pre!r} is not supported (known: {known})")
+        raise TokenizerError(f"GGUF pre-tokenizer {name!r} is not supported (known: {known})")
+    return pre
+
+
+def _byte_level_encoder(source: GgufTokenizer, pre: _Pre) -> Callable[[str], list[int]]:
     vocab = {token: i for i, token in enumerate(source.tokens) if not _is_control(source, i)}
     pairs = (merge.split(" ", 1) for merge in source.merges)
     merges = [(l, r) for l, r in pairs if l in vocab and r in vocab and l + r in vocab]
-    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=source.pre in _WHOLE_WORDS))
-    core.pre_tokenizer = build_pre_tokenizer()
-    if source.pre in _NFC:
+    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.takes_whole_words))
+    core.pre_tokenizer = pre.build()
+    if pre.composes:
         core.normalizer = normalizers.NFC()
     shorthands = [t for t, kind in zip(source.tokens, source.token_types, strict=True) if kind == _USER_DEFINED]
     core.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in shorthands if t in vocab])

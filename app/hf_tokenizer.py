@@ -30,6 +30,8 @@ def load_hf_tokenizer(files: HfTokenizerFiles) -> Tokenizer:
     """The tokenizer of a Hugging Face directory. Raises `TokenizerError` for kinds that are not supported."""
     try:
         spec = orjson.loads(files.tokenizer_json.read_bytes())
+    except OSError as error:
+        raise TokenizerError(f"{files.tokenizer_json} cannot be read: {error}") from error
     except ValueError as error:
         raise TokenizerError(f"{files.tokenizer_json} is not JSON: {error}") from error
     model = spec["model"]
@@ -75,13 +77,16 @@ def _without_control_tokens(
     """The tokenizers for text that starts a prompt, and for later text, without any control token."""
     model = spec["model"]
     banned = set(control) - {model.get("unk_token")}
+    added = [t for t in spec.get("added_tokens") or [] if t["content"] not in banned]
     vocab = {token: token_id for token, token_id in model["vocab"].items() if token not in banned}
+    # The library numbers added tokens that are not in the vocabulary itself, by the vocabulary's size.
+    vocab |= {t["content"]: t["id"] for t in added}
     merges = [pair if isinstance(pair, list) else pair.split(" ", 1) for pair in model["merges"]]
     merges = [(l, r) for l, r in merges if not (l in banned or r in banned or l + r in banned)]
     spec = {
         **spec,
         "model": {**model, "vocab": vocab, "merges": merges, "dropout": None},
-        "added_tokens": [t for t in spec.get("added_tokens") or [] if t["content"] not in banned],
+        "added_tokens": added,
         "post_processor": None,
         "truncation": None,
         "padding": None,

@@ -201,14 +201,14 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_bytes(token: str) -> bytes:
     """The bytes of a token written in GPT-2's byte alphabet; a token outside of it stands for itself."""
     try:
-        return bytes([_BYTE_OF[character] for character in token])
+        return bytes([BYTE_OF[character] for character in token])
     except KeyError:
         return token.encode()
 
