@@ -124,7 +124,8 @@ def _candidates(greeting: str, template_tokens: Mapping[str, str]) -> list[ChatT
 
 def _probes() -> list[list[ChatMessage]]:
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    conversations = ["u", "su", "uau", "suau", "uauau", "uat", "uatau", "uu", "ssu", "usu", "s", "au", "ua", "uaa"]
+    conversations = ["u", "su", "uau", "suau", "uauau", "uat", "uatau", "uu", "ssu", "s", "au", "ua", "uaa"]
+    # NOTE: no system text amid the turns: Gemma's own template writes a role there that the model does not have.
     texts = ["first text", "second\n\ntext", "third", "fourth", "fifth"]
     padded = ["  padded text \n", "\n\tpadded\n", " again ", "", "\n"]
     return [

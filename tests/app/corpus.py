@@ -11,7 +11,8 @@ TEXTS = [
     "नमस्ते दुनिया। สวัสดีชาวโลก வணக்கம் ሰላም",
     "😀 👍🏽 👨‍👩‍👧‍👦 🇩🇪🇯🇵 ✨☃️ 🫠",
     "a\u0301 e\u0301 o\u0308 \u00e9 e\u0301\u0323 ﬁ ½ Ⅷ ① ²³ ٣٤",
-    "def f(x: int) -> str:\n    if x > 10:\n\t\treturn f\"{x!r}\\n\"\n    # comment  \n    return ''.join(['a'] * x)\n",
+    'def f(x: int) -> str:\n    if x > 10:\n\t\treturn f"{x!r}\\n"\n'
+    "    # comment  \n    return ''.join(['a'] * x)\n",
     "for (int i = 0; i < n; ++i) { a[i] += b->c.d(e, &f); } // 0xDEADBEEF",
     '<table><tr><td>1</td></tr></table> <div class="x">&nbsp;</div> <br/>',
     "3.14159 2024-01-01 1234567 12 345 6,789.00 $5 50%",
