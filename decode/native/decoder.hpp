@@ -1,0 +1,101 @@
+// The decoder: buffers for one step, and the step itself as a sequence of phases of the team.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention.hpp"
+#include "model.hpp"
+#include "sampler.hpp"
+#include "team.hpp"
+
+namespace tf {
+
+// Zeroed memory, aligned to a cache line; pages are taken when they are first written.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(size_t count) : memory_(std::calloc(count * sizeof(T) + 64, 1)) {
+    if (!memory_) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(memory_); }
+  Buffer(const Buffer&) = delete;
+  T* get() const { return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory_) + 63) & ~uintptr_t(63)); }
+
+ private:
+  void* memory_;
+};
+
+// Room for quantised activations of `count` rows with k inputs.
+class RowBuffer {
+ public:
+  RowBuffer(int count, int k)
+      : q_(size_t(count) * k), scale_(size_t(count) * k / kBlock), sum_(size_t(count) * k / kBlock),
+        offset_(size_t(count) * k / kBlock), rows{q_.get(), scale_.get(), sum_.get(), offset_.get(), k} {}
+
+ private:
+  Buffer<int8_t> q_;
+  Buffer<float> scale_, sum_;
+  Buffer<int32_t> offset_;
+
+ public:
+  const Rows rows;
+};
+
+// What one thread keeps for itself.
+struct ThreadScratch {
+  AttentionScratch attention;
+  alignas(64) float product[4][kRowBlock * kPanel];
+  std::vector<float> best_value;  // [max_samples, 16]
+  std::vector<int32_t> best_token;
+};
+
+class Decoder {
+ public:
+  Decoder(const Model& model, const Limits& limits);
+  void step(const Step& step);
+
+  static size_t cache_bytes(const Model& model, int num_blocks);
+
+ private:
+  struct TileRef {
+    int32_t seq, first, tokens;
+  };
+
+  void thread(const Step& step, int id);
+  void plan_tiles(const Step& step);
+  void attention_layer(const Step& step, const Layer& layer, int index, ThreadScratch& scratch);
+  void mlp_layer(const Step& step, const Layer& layer, ThreadScratch& scratch);
+  void append_row(const Layer& layer, const Cache& cache, int row, int kv_head);
+  void attend_tile(const Step& step, const Layer& layer, const Cache& cache, const TileRef& ref, int kv_head,
+                   AttentionScratch& scratch);
+  void project(const Linear& w, const Rows& x, int num_rows, float* out, size_t stride);
+  void project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, ThreadScratch& scratch);
+  void finish_residual(int row, const float* post_norm);
+  void head(const Step& step, float* logits, int id);
+  void choose(const Step& step);
+  Cache cache(int layer) const;
+
+  const Model model_;
+  const Limits limits_;
+  const std::vector<Layer> layers_;
+  Buffer<uint8_t> cache_;
+  Buffer<float> hidden_;   // [max_rows, hidden]: the residual stream
+  Buffer<float> branch_;   // [max_rows, hidden]: output of a sub-layer that still has to be normed
+  Buffer<float> qkv_;      // [max_rows, (heads + 2 kv_heads) * head_dim]
+  RowBuffer input_;        // [max_rows, hidden]: normed residual
+  RowBuffer attended_;     // [max_rows, heads * head_dim]
+  RowBuffer inner_;        // [max_rows, inner]
+  RowBuffer sampled_;      // [max_samples, hidden]
+  Buffer<int8_t> query_;   // [max_rows, heads, head_dim]
+  Buffer<float> query_scale_;
+  Buffer<float> logits_;   // [max_samples, vocab rounded up to 16]: touched only when a row is sampled
+  std::vector<int32_t> position_, block_, slot_;  // per row
+  std::vector<TileRef> tiles_;
+  std::vector<std::unique_ptr<ThreadScratch>> scratch_;
+  Team team_;
+};
+
+}  // namespace tf

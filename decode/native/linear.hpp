@@ -1,0 +1,157 @@
+// Quantised linear layers: packed weights x int8 activations.
+//
+// Weights lie in panels of 16 output channels; a panel is a run of tiles of 32 inputs. A tile holds the quants of its
+// 16 x 32 weights so that one 64-byte vector has 4 consecutive inputs of each of the 16 channels, then the scales:
+//   q4: 4 vectors (inputs 4j.. in the low nibbles, 16 + 4j.. in the high ones), 16 half d, 16 half m; w = d * q + m
+//   q8: 8 vectors of w + 128, 16 half d;                                                              w = d * q
+// Activations are int8 with one float scale per row and block of 32 (see Rows). A block's product is an exact integer;
+// blocks are added in float, in order, with the same operations whatever the number of rows: rows are independent bits.
+#pragma once
+
+#include "simd.hpp"
+
+namespace tf {
+
+constexpr int kPanel = 16;  // output channels
+constexpr int kBlock = 32;  // inputs that share a scale
+constexpr int kRowBlock = 128;  // rows that share one pass over the weights
+
+enum Kind : int32_t { kQ4 = 4, kQ8 = 8 };
+
+constexpr size_t tile_bytes(int kind) { return kind == kQ4 ? 4 * 64 + 2 * 32 : 8 * 64 + 32; }
+
+struct Linear {
+  const uint8_t* data;  // nullptr: absent
+  const float* bias;    // [n rounded up to 16] or nullptr
+  int32_t kind, n, k;   // n output channels, k inputs (a multiple of 32)
+
+  int panels() const { return (n + kPanel - 1) / kPanel; }
+  int blocks() const { return k / kBlock; }
+  const uint8_t* panel(int p) const { return data + size_t(p) * blocks() * tile_bytes(kind); }
+};
+
+// Quantised activations: value[row][i] ~ q[row][i] * scale[row][i / 32].
+struct Rows {
+  int8_t* q;        // [rows, k]
+  float* scale;     // [rows, k / 32]
+  float* sum;       // [rows, k / 32]: scale * (sum of q in the block)
+  int32_t* offset;  // [rows, k / 32]: -128 * (sum of q in the block)
+  int k;
+
+  Rows from(int row) const {
+    size_t b = size_t(row) * (k / kBlock);
+    return Rows{q + size_t(row) * k, scale + b, sum + b, offset + b, k};
+  }
+};
+
+// One block of 32 values to row.q[block]; all zero stays all zero.
+TF_INLINE void quantize_block(vf lo, vf hi, const Rows& row, int block) {
+  float amax = max_lanes(max(abs(lo), abs(hi)));
+  float inverse = amax > 0x1p-100f ? 127.0f / amax : 0.0f;
+  vi a = to_int(lo * inverse), b = to_int(hi * inverse);
+  store_bytes(row.q + block * kBlock, a);
+  store_bytes(row.q + block * kBlock + 16, b);
+  int32_t sum = sum_lanes_i(a + b);
+  float scale = amax / 127.0f;
+  row.scale[block] = scale;
+  row.sum[block] = scale * float(sum);
+  row.offset[block] = -128 * sum;
+}
+
+// out[r] = bias + panel . row r, for R rows. PREFETCH bytes ahead: worth it when the panel comes from memory.
+template <int R, int PREFETCH>
+TF_INLINE void panel_q4(const uint8_t* tile, const float* bias, const Rows& x, vf (&out)[R]) {
+  const int blocks = x.k / kBlock;
+  const vi low = splat_i(0x0f0f0f0f);
+  for (int r = 0; r < R; r++) out[r] = bias ? load(bias) : vf{};
+  for (int b = 0; b < blocks; b++, tile += tile_bytes(kQ4)) {
+    if (PREFETCH)
+      for (int line = 0; line < 5; line++) __builtin_prefetch(tile + PREFETCH + 64 * line);
+    vi w[8];
+    for (int j = 0; j < 4; j++) {
+      vi packed = load_i(tile + 64 * j);
+      w[j] = packed & low;
+      w[j + 4] = (packed >> 4) & low;
+    }
+    vf d = load_half((const uint16_t*)(tile + 256)), m = load_half((const uint16_t*)(tile + 288));
+    vi acc[R];
+    for (int r = 0; r < R; r++) acc[r] = vi{};
+    for (int j = 0; j < 8; j++)
+      for (int r = 0; r < R; r++) acc[r] = dot4(acc[r], w[j], splat_i(load_word(x.q + r * x.k + b * kBlock + 4 * j)));
+    for (int r = 0; r < R; r++) {
+      out[r] = fma(to_float(acc[r]), d * x.scale[r * blocks + b], out[r]);
+      out[r] = fma(m, splat(x.sum[r * blocks + b]), out[r]);
+    }
+  }
+}
+
+template <int R, int PREFETCH>
+TF_INLINE void panel_q8(const uint8_t* tile, const float* bias, const Rows& x, vf (&out)[R]) {
+  const int blocks = x.k / kBlock;
+  for (int r = 0; r < R; r++) out[r] = bias ? load(bias) : vf{};
+  for (int b = 0; b < blocks; b++, tile += tile_bytes(kQ8)) {
+    if (PREFETCH)
+      for (int line = 0; line < 9; line++) __builtin_prefetch(tile + PREFETCH + 64 * line);
+    vi acc[R];
+    for (int r = 0; r < R; r++) acc[r] = splat_i(x.offset[r * blocks + b]);
+    for (int j = 0; j < 8; j++) {
+      vi w = load_i(tile + 64 * j);
+      for (int r = 0; r < R; r++) acc[r] = dot4(acc[r], w, splat_i(load_word(x.q + r * x.k + b * kBlock + 4 * j)));
+    }
+    vf d = load_half((const uint16_t*)(tile + 512));
+    for (int r = 0; r < R; r++) out[r] = fma(to_float(acc[r]), d * x.scale[r * blocks + b], out[r]);
+  }
+}
+
+template <int R>
+TF_INLINE void panel_rows(const Linear& w, int panel, const Rows& x, int first, float* out, size_t stride) {
+  constexpr int ahead = R <= 2 ? 2048 : 0;  // PERF: one or two rows wait for memory, more rows for the products
+  const float* bias = w.bias ? w.bias + panel * kPanel : nullptr;
+  vf sums[R];
+  if (w.kind == kQ4)
+    panel_q4<R, ahead>(w.panel(panel), bias, x.from(first), sums);
+  else
+    panel_q8<R, ahead>(w.panel(panel), bias, x.from(first), sums);
+  for (int r = 0; r < R; r++) store(out + r * stride, sums[r]);
+}
+
+// The 16 channels of `panel` for rows first .. first + count, to out[i * stride ..].
+inline void panel_product(const Linear& w, int panel, const Rows& x, int first, int count, float* out, size_t stride) {
+  while (count > 0) {
+    int step = count >= 16 || count <= 8 ? count : (count + 1) / 2;  // 9..15 rows: two even halves
+    switch (step) {
+      case 1: panel_rows<1>(w, panel, x, first, out, stride); break;
+      case 2: panel_rows<2>(w, panel, x, first, out, stride); break;
+      case 3: panel_rows<3>(w, panel, x, first, out, stride); break;
+      case 4: panel_rows<4>(w, panel, x, first, out, stride); break;
+      case 5: panel_rows<5>(w, panel, x, first, out, stride); break;
+      case 6: panel_rows<6>(w, panel, x, first, out, stride); break;
+      case 7: panel_rows<7>(w, panel, x, first, out, stride); break;
+      default: panel_rows<8>(w, panel, x, first, out, stride); step = 8;
+    }
+    first += step;
+    count -= step;
+    out += step * stride;
+  }
+}
+
+// Output channel `channel` as 16-lane groups of its weights, times `factor`: a row of an embedding table.
+inline void dequantize_channel(const Linear& w, int channel, float factor, float* out) {
+  const uint8_t* tile = w.panel(channel / kPanel);
+  const int lane = channel % kPanel;
+  float d[kPanel], m[kPanel] = {};
+  for (int b = 0; b < w.blocks(); b++, tile += tile_bytes(w.kind)) {
+    const uint16_t* scales = (const uint16_t*)(tile + (w.kind == kQ4 ? 256 : 512));
+    store(d, load_half(scales));
+    if (w.kind == kQ4) store(m, load_half(scales + kPanel));
+    for (int i = 0; i < kBlock; i++) {
+      int vector = i / 4, byte = lane * 4 + i % 4;
+      int q = w.kind == kQ8  ? tile[64 * vector + byte] - 128
+              : vector < 4   ? tile[64 * vector + byte] & 15
+                             : tile[64 * (vector - 4) + byte] >> 4;
+      out[b * kBlock + i] = (d[lane] * float(q) + m[lane]) * factor;
+    }
+  }
+}
+
+}  // namespace tf

@@ -1,0 +1,211 @@
+"""The native decoder against the numpy reference, and against itself under every way of scheduling."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode.engine import Engine, EngineConfig
+from decode.native_build import NativeUnavailable
+from decode.native_model import StepArrays
+from decode.native_runner import NativeModelRunner, native_execution, step_arrays
+from decode.sampling import SamplingParams
+from decode.scheduler import ScheduledSequence, StepPlan
+from decode.sequence import Sequence
+from tests.decode.native_reference import FAMILY_NAMES, VOCAB, ReferenceDecoder, runner, tiny_checkpoint
+
+PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB for i in range(90)]
+
+
+@pytest.fixture(params=FAMILY_NAMES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def native(family: str) -> Iterator[NativeModelRunner]:
+    native = runner(tiny_checkpoint(family))
+    yield native
+    native.close()
+
+
+def run_rows(native: NativeModelRunner, rows: list[tuple[list[int], int, list[int]]]) -> Any:
+    """Each (tokens, first position, block table) in one step; the logits of every row."""
+    arrays = StepArrays(*(array("i") for _ in range(6)))
+    arrays.row_starts.append(0)
+    for tokens, first, table in rows:
+        arrays.token_ids.extend(tokens)
+        arrays.row_starts.append(len(arrays.token_ids))
+        arrays.first_positions.append(first)
+        arrays.table_starts.append(len(arrays.block_tables))
+        arrays.block_tables.extend(table)
+    arrays.sample_rows.extend(range(len(arrays.token_ids))[-native.decoder.max_samples :])
+    _, logits = native.decoder.step(arrays, with_logits=True)
+    assert logits is not None
+    return logits.copy()
+
+
+def last_logits(native: NativeModelRunner, tokens: list[int], chunks: list[int], table: list[int]) -> Any:
+    first = 0
+    for size in chunks:
+        logits = run_rows(native, [(tokens[first : first + size], first, table)])
+        first += size
+    return logits[-1]
+
+
+def test_logits_are_close_to_the_reference(native: NativeModelRunner, family: str) -> None:
+    wanted = ReferenceDecoder(tiny_checkpoint(family)).logits(PROMPT)[-32:]
+    logits = run_rows(native, [(PROMPT, 0, list(range(8)))])
+    error = np.abs(logits - wanted).max() / wanted.std()
+    correlation = np.corrcoef(logits.ravel(), wanted.ravel())[0, 1]
+    assert error < 0.2
+    assert correlation > 0.999
+
+
+def test_logits_do_not_depend_on_chunking(native: NativeModelRunner) -> None:
+    whole = last_logits(native, PROMPT, [90], list(range(6)))
+    for chunks in ([1] * 90, [13, 50, 27], [64, 26], [16, 73, 1], [89, 1]):
+        assert np.array_equal(last_logits(native, PROMPT, chunks, list(range(10, 16))), whole)
+
+
+def test_logits_do_not_depend_on_neighbours(native: NativeModelRunner) -> None:
+    alone = last_logits(native, PROMPT, [60, 30], list(range(6)))
+    run_rows(native, [(PROMPT[:60], 0, [9, 4, 12, 40]), (PROMPT[::-1][:40], 0, [50, 51, 52])])
+    rows = [(PROMPT[:n], 0, [20 + n]) for n in range(1, 9)]
+    together = run_rows(native, [*rows[:4], (PROMPT[60:], 60, [9, 4, 12, 40, 2, 1]), *rows[4:]])
+    index = -1 - sum(len(tokens) for tokens, _, _ in rows[4:])
+    assert abs(index) <= native.decoder.max_samples
+    assert np.array_equal(together[index], alone)
+
+
+def test_logits_do_not_depend_on_the_number_of_threads(native: NativeModelRunner, family: str) -> None:
+    wanted = last_logits(native, PROMPT, [60, 30], list(range(6)))
+    for num_threads in (1, 3):
+        other = runner(tiny_checkpoint(family), num_threads=num_threads)
+        assert np.array_equal(last_logits(other, PROMPT, [60, 30], list(range(6))), wanted)
+        other.close()
+
+
+def test_logits_do_not_depend_on_the_instruction_set(native: NativeModelRunner, family: str) -> None:
+    portable = runner(tiny_checkpoint(family), portable=True)
+    table = list(range(6))
+    assert np.array_equal(
+        last_logits(portable, PROMPT, [60, 30], table), last_logits(native, PROMPT, [60, 30], table)
+    )
+    portable.close()
+
+
+def test_logits_do_not_depend_on_what_a_block_held_before(native: NativeModelRunner) -> None:
+    first = last_logits(native, PROMPT, [90], list(range(6)))
+    last_logits(native, PROMPT[::-1], [90], list(range(6)))
+    assert np.array_equal(last_logits(native, PROMPT, [90], list(range(6))), first)
+
+
+def make_engine(native: NativeModelRunner, num_blocks: int = 64, max_batched: int = 48) -> Engine:
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=max_batched,
+        fingerprint="native",
+        vocab_size=VOCAB,
+    )
+    return Engine(native, config)
+
+
+def generate(engine: Engine, jobs: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[int]]:
+    for sequence_id, (prompt, sampling) in jobs.items():
+        engine.add(Sequence(sequence_id, prompt, sampling))
+    outputs: dict[str, list[int]] = {sequence_id: [] for sequence_id in jobs}
+    while engine.has_unfinished:
+        for output in engine.step():
+            outputs[output.sequence_id].extend(output.token_ids)
+    return outputs
+
+
+def test_tokens_do_not_depend_on_the_schedule(family: str) -> None:
+    draws = random.Random(3)
+    shared = [draws.randrange(VOCAB) for _ in range(40)]
+    jobs = {}
+    for index in range(10):
+        prompt = shared * (index % 2) + [draws.randrange(VOCAB) for _ in range(draws.randint(1, 70))]
+        temperature = 0.9 if index % 3 == 0 else 0.0
+        jobs[f"s{index}"] = (prompt, SamplingParams(max_tokens=20, temperature=temperature, seed=index))
+    native = runner(tiny_checkpoint(family))
+    alone = {}
+    for sequence_id, job in jobs.items():
+        alone |= generate(make_engine(native), {sequence_id: job})
+    crowded = make_engine(native, num_blocks=16, max_batched=31)
+    assert generate(crowded, jobs) == alone
+    roomy = make_engine(native, num_blocks=64, max_batched=256)
+    assert generate(roomy, jobs) == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) > 1
+    native.close()
+
+
+def scheduled(sampling: SamplingParams) -> ScheduledSequence:
+    sequence = Sequence("a", PROMPT[:20], sampling)
+    sequence.block_table = [3, 1]
+    return ScheduledSequence(sequence, 0, 20, True)
+
+
+def test_a_plan_without_rows_gives_no_tokens() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    assert native.execute(StepPlan((), (), 16)) == []
+    native.close()
+
+
+def test_a_greedy_token_is_the_argmax_of_the_logits() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    item = scheduled(SamplingParams(max_tokens=5, temperature=0))
+    (token,) = native.execute(StepPlan((item,), (), 16))
+    _, logits = native.decoder.step(step_arrays(StepPlan((item,), (), 16), VOCAB), with_logits=True)
+    assert logits is not None
+    assert token == int(logits[0].argmax())
+    native.close()
+
+
+def test_stop_tokens_are_not_chosen_before_min_tokens() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    greedy = scheduled(SamplingParams(max_tokens=5, temperature=0))
+    (token,) = native.execute(StepPlan((greedy,), (), 16))
+    held_back = scheduled(
+        SamplingParams(max_tokens=5, temperature=0, min_tokens=1, stop_token_ids=(token, VOCAB + 7))
+    )
+    _, logits = native.decoder.step(step_arrays(StepPlan((greedy,), (), 16), VOCAB), with_logits=True)
+    assert logits is not None
+    assert native.execute(StepPlan((held_back,), (), 16)) == [int(np.argsort(-logits[0])[1])]
+    native.close()
+
+
+def test_a_sequence_that_does_not_sample_gives_no_token() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    item = scheduled(SamplingParams(max_tokens=5, temperature=0))
+    silent = ScheduledSequence(item.sequence, 0, 20, False)
+    assert native.execute(StepPlan((silent,), (), 16)) == []
+    native.close()
+
+
+def test_another_block_size_is_refused() -> None:
+    with pytest.raises(NativeUnavailable, match="block_size 32"):
+        runner(tiny_checkpoint("llama"), block_size=32)
+
+
+def test_a_cache_beyond_all_memory_is_refused() -> None:
+    with pytest.raises(NativeUnavailable, match="not enough memory"):
+        runner(tiny_checkpoint("llama"), num_blocks=2**31 - 1, max_model_len=16)
+
+
+def test_closing_twice_is_allowed() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    native.close()
+    native.close()
+
+
+def test_the_variants_have_different_fingerprints() -> None:
+    assert native_execution("q4") != native_execution("q8")
