@@ -20,12 +20,11 @@ from bridge.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-WATCH_EVERY_S = 0.05
 RECORD_EVERY_S = 1.0
 """How long facts are gathered into a batch that is not full yet. PERF: a batch costs about 15 ms of CPU however small
 it is, so five a second would cost 8 % of a processor for as long as anything happens; readers see a snapshot that is
 2 s old anyway, and facts wait safely in Redis."""
-STANDBY_S = 0.2
+STANDBY_S = 0.05
 AGAIN_S = 1.0
 USELESS_AGAIN_S = 30.0
 SAY_AGAIN_MS = 10_000
@@ -65,6 +64,7 @@ class WatchDuty:
 
     def tick(self) -> float:
         """Returns how long to wait before the next tick, in seconds. Never raises for what may pass."""
+        wait_s = STANDBY_S
         try:
             self._election.tick()
             is_active = self._election.is_active
@@ -72,12 +72,12 @@ class WatchDuty:
                 log.info("bridge: %s", "active" if is_active else "standby")
                 self._was_active = is_active
             if is_active:
-                self._watchdog.tick()
+                wait_s = self._watchdog.tick().wait_ms / 1000
         except RedisError as error:
             self._trouble.failed(error)
         else:
             self._trouble.over()
-        return WATCH_EVERY_S
+        return wait_s
 
     def close(self) -> None:
         """Lets a standby take over at once."""

@@ -5,6 +5,8 @@ Refuses to decide what becomes of a request: each decision is one script (`tasks
 two watchdogs at once, or one that was stopped for a while, do no harm.
 
 An idle tick is one round trip: it reads the earliest of each kind of deadline, and goes on only if one has passed.
+Leases are only ever extended, so nothing needs another look before the earliest of them; PERF: looking again exactly
+then, and otherwise ten times a second, halves the idle CPU of a fixed 50 ms and finds a dead worker sooner.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from tasks.submit import Submitter
 
 log = logging.getLogger(__name__)
 
+MAX_WAIT_MS = 100
+"""Between two ticks at most: a supervisor that saw its worker die cuts the lease short (`expire_lease`)."""
+MIN_WAIT_MS = 20
 MAX_DUE = 100
 """Due requests looked at in one tick, so that a long queue never keeps a dead worker waiting."""
 
@@ -47,14 +52,21 @@ class Deadlines:
     def is_request_due(self) -> bool:
         return self._has_passed(self.due_ms)
 
+    @property
+    def wait_ms(self) -> int:
+        """How long nothing of this needs another look."""
+        known = [ms for ms in (self.worker_lease_ms, self.reader_lease_ms, self.due_ms) if ms is not None]
+        return max(MIN_WAIT_MS, min([MAX_WAIT_MS, *(ms - self.now_ms for ms in known)]))
+
     def _has_passed(self, deadline_ms: int | None) -> bool:
         return deadline_ms is not None and deadline_ms <= self.now_ms
 
 
 @dataclass(slots=True)
 class Tick:
-    """What one tick did."""
+    """What one tick did, and when the next one should be."""
 
+    wait_ms: int
     reoffered: list[Reoffer] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -85,7 +97,7 @@ class Watchdog:
     def tick(self, now_ms: int | None = None) -> Tick:
         """Puts right what is overdue. `now_ms` is for tests, the default is Redis' clock."""
         deadlines = self.deadlines(now_ms)
-        done = Tick()
+        done = Tick(deadlines.wait_ms)
         if deadlines.is_worker_expired:
             self._bury_workers(now_ms, done)
         if deadlines.is_reader_expired:

@@ -51,6 +51,23 @@ def test_a_deadline_has_passed_from_its_own_millisecond_on() -> None:
     assert not Deadlines(10, 10, None, 11).is_reader_expired
 
 
+@pytest.mark.parametrize(
+    ("worker_lease_ms", "due_ms", "wait_ms"),
+    [(None, None, 100), (1400, None, 100), (1060, 1070, 60), (None, 1070, 70), (1003, None, 20), (900, None, 20)],
+)
+def test_the_next_tick_is_at_the_earliest_deadline_within_limits(
+    worker_lease_ms: int | None, due_ms: int | None, wait_ms: int
+) -> None:
+    assert Deadlines(1000, worker_lease_ms, None, due_ms).wait_ms == wait_ms
+    assert Deadlines(1000, None, worker_lease_ms, due_ms).wait_ms == wait_ms
+
+
+def test_a_tick_says_when_the_next_one_should_be(cell: Cell) -> None:
+    cell.join("w1", T0)
+    settle(cell, T0)
+    assert cell.watchdog.tick(T0 + LEASE_MS - 70).wait_ms == 70
+
+
 def test_redis_own_clock_is_used_when_none_is_given(cell: Cell) -> None:
     assert cell.watchdog.deadlines().now_ms > 1_600_000_000_000
 
