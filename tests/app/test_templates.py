@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -43,12 +41,9 @@ def rendered(source: str, messages: list[ChatMessage], **tokens: str) -> str:
 
 def corpus_chats() -> list[list[ChatMessage]]:
     chats = [chat(*turns) for turns in CHATS]
-    for texts in (
-        itertools.batched(TEXTS, 4) if hasattr(itertools, "batched") else zip(*[iter(TEXTS)] * 4, strict=False)
-    ):
-        roles = ["system", "user", "assistant", "user"]
-        chats.append([ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)])
-    return [messages for messages in chats if messages[-1].role == "user"]
+    roles = ["system", "user", "assistant", "user"]
+    windows = (TEXTS[start : start + 4] for start in range(len(TEXTS) - 3))
+    return chats + [chat(*zip(roles, window, strict=True)) for window in windows]
 
 
 class TestChatMl:
@@ -98,13 +93,15 @@ class TestGemma:
         tokenizer = load_gguf_tokenizer(source)
         for messages in corpus_chats():
             text = rendered(GEMMA, messages, **_GEMMA_TOKENS)
+            if (
+                "<unk>" in text
+            ):  # one text of the corpus spells it: harmless for us, a control token for the reference
+                continue
             expected: list[int] = []
-            for part in re.split("(<bos>|<start_of_turn>|<end_of_turn>|<unk>|<pad>)", text):
-                expected += [reference.piece_to_id(part)] if reference.is_control(reference.piece_to_id(part)) else (
-                    reference.encode(part)
-                )  # fmt: skip
-            if "<unk>" not in text:
-                assert tokenizer.encode_pieces(self.template()(messages)) == expected
+            for part in re.split("(<bos>|<start_of_turn>|<end_of_turn>)", text):
+                token_id = reference.piece_to_id(part)
+                expected += [token_id] if reference.is_control(token_id) else reference.encode(part)
+            assert tokenizer.encode_pieces(self.template()(messages)) == expected
 
     def test_there_is_one_bos(self) -> None:
         ids = load_gguf_tokenizer(trained(False)[1]).encode_pieces(self.template()(chat(("user", "Hello"))))
@@ -228,15 +225,11 @@ def test_message_text_adds_no_control_token(tmp_path: Path, text: str, role: str
     llama3 = load_hf_tokenizer(llama3_directory(tmp_path))
     for tokenizer, template in (chatml, gemma, (llama3, choose_template(LLAMA3, llama3.template_tokens))):
         control = {token.token_id for token in tokenizer.control_tokens.values()}
-
-        def controls(content: str, render: Callable[[str], list[int]], control: set[int] = control) -> list[int]:
-            return [token_id for token_id in render(content) if token_id in control]
-
-        def render(content: str, template: ChatTemplate = template, encode=tokenizer.encode_pieces) -> list[int]:  # type: ignore[no-untyped-def]
-            ids: list[int] = encode(template(chat((role, content), ("user", content))))
-            return ids
-
-        assert controls(text, render) == controls("harmless", render)
+        hostile, harmless = (
+            tokenizer.encode_pieces(template(chat(("user", content), (role, content), ("user", content))))
+            for content in (text, "harmless")
+        )
+        assert [i for i in hostile if i in control] == [i for i in harmless if i in control]
 
 
 def test_folding_keeps_every_text_in_order_in_alternating_turns() -> None:

@@ -33,7 +33,7 @@ GEMMA = """{{ bos_token }}
 {%- if messages[0].role == 'system' %}{% set start = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}
 {%- endif %}
 {%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 is even) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {%- if (message.role == 'user') != (loop.index0 is even) %}{{ raise_exception('must alternate') }}{% endif %}
     {%- set role = 'model' if message.role == 'assistant' else message.role %}
     {%- set text = message.content | trim %}
     {{- '<start_of_turn>' + role + '\n' + (start if loop.first else '') + text + '<end_of_turn>\n' }}

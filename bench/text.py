@@ -1,0 +1,77 @@
+"""What the text edge costs: templating and tokenising a prompt, detokenising a stream.
+
+    python -m bench.text PATH_OF_A_CHECKPOINT
+
+Goals: below 2 ms to render and encode a chat of 1,000 tokens, about 2 us to detokenise one streamed token. Prints the
+median and the 95th percentile of single calls, so a busy machine shows.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from app.text_edge import ChatMessage, TextEdge, open_text_edge
+from decode.checkpoint import open_checkpoint
+
+_PROSE = (
+    "The ferry left the harbour at 7:40, and 212 passengers watched the lights of the town (all of them!) go out.\n"
+    "Überfahrt: 3 Stunden, 海は静かだった 🌊. `for token in stream: print(token)` – that's what they wrote.\n\n"
+)
+
+
+def main(path: str) -> None:
+    started = time.perf_counter()
+    edge = open_text_edge(open_checkpoint(path))
+    print(f"open                            {(time.perf_counter() - started) * 1e3:9.1f} ms")
+    chat = _chat_of(edge, 1000)
+    num_tokens = len(edge.render_chat(chat))
+    _report(f"render a chat of {num_tokens} tokens", _times(lambda: edge.render_chat(chat), 200))
+    output = edge.encode(_PROSE * 8)
+    for name, stop in (("no stop string", ()), ("4 stop strings", ("\nUser:", "###", "<end>", "\n\n\n"))):
+        _report(f"push one token, {name}", _push_times(edge, output, stop))
+
+
+def _chat_of(edge: TextEdge, num_tokens: int) -> list[ChatMessage]:
+    """A conversation of five turns that renders to about this many tokens."""
+    roles = ("system", "user", "assistant", "user", "assistant", "user")
+    num_characters = 10
+    while True:
+        text = (_PROSE * (num_characters // len(_PROSE) + 1))[:num_characters]
+        chat = [ChatMessage(role, text) for role in roles]
+        if len(edge.render_chat(chat)) >= num_tokens:
+            return chat
+        num_characters += 10
+
+
+def _times(call: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return sorted(times)
+
+
+def _push_times(edge: TextEdge, token_ids: Sequence[int], stop: Sequence[str]) -> list[float]:
+    """Seconds per token of whole answers that are pushed token by token."""
+    steps = [(token_id,) for token_id in token_ids]
+
+    def answer() -> None:
+        detokenizer = edge.detokenizer(stop)
+        for step in steps:
+            detokenizer.push(step)
+        detokenizer.finish()
+
+    return [seconds / len(steps) for seconds in _times(answer, 200)]
+
+
+def _report(what: str, times: list[float]) -> None:
+    median, p95 = times[len(times) // 2], times[len(times) * 95 // 100]
+    unit, scale = ("ms", 1e3) if median > 1e-4 else ("us", 1e6)
+    print(f"{what:<32}{median * scale:9.2f} {unit} median {p95 * scale:9.2f} {unit} p95")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
