@@ -5,24 +5,24 @@ the same templates as Lua constants (`lua_constants`). `{}` are literal braces: 
 
 Main database (N):
 
-| key                      | type   | written by                 | read by               | lifetime                   |
-|--------------------------|--------|----------------------------|-----------------------|----------------------------|
-| tf:{<id>}:req            | hash   | submit, claim, append, ... | the scripts, `state`  | 24 h; stream TTL when over |
-| tf:{<id>}:out            | stream | append, close, look, ...   | bridge reader, claim  | 24 h; stream TTL when over |
-| tf:due                   | zset   | the scripts                | watchdog              | members leave at the end   |
-| tf:waiting:<model>       | zset   | submit, release, reoffer   | submit                | 24 h; members leave        |
-| tf:claimed_until:<queue> | string | claim                      | look                  | 24 h after the last claim  |
-| tf:models                | set    | heartbeat                  | watchdog, catalog     | 7 days after the last beat |
-| tf:workers:<model>       | zset   | heartbeat, leave           | submit, look, bridge  | 24 h; members leave        |
-| tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s               |
-| tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave        |
-| tf:readers               | zset   | reader_heartbeat           | watchdog              | 24 h; members leave        |
-| tf:reader:<rid>:open     | set    | submit, ends               | watchdog              | 24 h; members leave        |
-| tf:control:<rid>         | stream | the reader itself          | the reader itself     | capped by its writer       |
-| tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS       |
-| tf:events:generation     | string | recorder                   | recorder              | for ever, one              |
-| tf:bridge                | string | the active bridge          | standby bridges       | its lease                  |
-| tf:wake:<queue>          | list   | `tasks.submit.wake`        | idle consumers        | 60 s, MAX_WAKE_TOKENS      |
+| key                      | type   | written by                 | read by               | lifetime                |
+|--------------------------|--------|----------------------------|-----------------------|-------------------------|
+| tf:{<id>}:req            | hash   | submit, claim, append, ... | the scripts, `state`  | 24 h; stream TTL at end |
+| tf:{<id>}:out            | stream | append, close, look, ...   | bridge reader, claim  | 24 h; stream TTL at end |
+| tf:due                   | zset   | the scripts                | watchdog              | members leave at end    |
+| tf:waiting:<model>       | zset   | submit, release, reoffer   | submit                | 24 h; members leave     |
+| tf:claimed_until:<queue> | string | claim                      | look                  | 24 h after last claim   |
+| tf:models                | set    | heartbeat                  | watchdog, catalog     | 7 days after last beat  |
+| tf:workers:<model>       | zset   | heartbeat, leave           | submit, look, bridge  | 24 h; members leave     |
+| tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s            |
+| tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave     |
+| tf:readers               | zset   | reader_heartbeat           | watchdog              | 24 h; members leave     |
+| tf:reader:<rid>:open     | set    | submit, ends               | watchdog              | 24 h; members leave     |
+| tf:control:<rid>         | stream | the reader itself          | the reader itself     | capped by its writer    |
+| tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS    |
+| tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
+| tf:bridge                | string | the active bridge          | standby bridges       | its lease               |
+| tf:wake:<queue>          | list   | `tasks.submit.wake`        | idle consumers        | 60 s, MAX_WAKE_TOKENS   |
 
 "Live" worker means: its member of `tf:workers:<model>` has a lease expiry in the future. The hash beside it is only
 the description. `tf:claimed_until:<queue>` is the latest offer time claimed from that queue: queues are first in,
@@ -122,6 +122,11 @@ def queue_continue(model: str, fingerprint: str) -> str:
 def worker_queues(model: str, fingerprint: str) -> tuple[str, str, str]:
     """What a worker drains, in this order: unfinished streams, requests that were let down, new requests."""
     return queue_continue(model, fingerprint), queue_again(model), queue_new(model)
+
+
+def worker_wake(worker_id: str) -> str:
+    """A wake list of one worker's own, to end its waiting when it has to stop."""
+    return WAKE % f"worker.{worker_id}"
 
 
 def message_list(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:

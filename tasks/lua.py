@@ -17,7 +17,7 @@ from redis.exceptions import NoScriptError
 from tasks import keys
 
 Argument = str | bytes | int
-NAMES = ("submit", "claim", "append", "release", "reoffer", "look", "close", "heartbeat", "leave", "peers")
+NAMES = ("submit", "claim", "append", "release", "reoffer", "look", "close", "heartbeat", "leave", "peers", "fetch")
 
 
 def source(name: str) -> str:

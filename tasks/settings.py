@@ -70,6 +70,8 @@ class WorkerSettings:
     heartbeat_ms: int
     stall_limit_s: int
     stream_ttl_s: int
+    scripted_step_ms: int
+    """What a step of the scripted engine is declared to take."""
     log_level: str
 
     @classmethod
@@ -102,6 +104,7 @@ class WorkerSettings:
             heartbeat_ms=heartbeat_ms,
             stall_limit_s=_integer(environ, "STALL_LIMIT_S", 30, 1, 3600),
             stream_ttl_s=_stream_ttl_s(environ),
+            scripted_step_ms=_integer(environ, "SCRIPTED_STEP_MS", 10, 0, 60_000),
             log_level=_log_level(environ),
         )
 

@@ -1,0 +1,123 @@
+"""The one actor: `generate(request_id, attempt)` takes an assignment, has it generated, and returns (the ack).
+
+Owns what a worker does about each refusal and each outcome. Refuses to know about the engine: it hands the job to
+the loop and sleeps. The actor is made by `make_generate`, inside the worker process; the web process never sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+import dramatiq
+from dramatiq.brokers.redis import RedisBroker
+from redis.exceptions import RedisError
+
+from tasks import keys
+from tasks.broker import ACTOR_NAME
+from tasks.contract import ContractError, GenerationJob, WorkerInfo
+from tasks.engine_loop import Outcome
+from tasks.errors import FingerprintMismatch, Stale
+from tasks.record import Claimed, Failed, Reoffer, RequestRecords
+from tasks.submit import Submitter
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 0.5
+
+T = TypeVar("T")
+
+
+class Generating(Protocol):
+    """What the actor needs of `tasks.engine_loop.EngineLoop`."""
+
+    def run(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> Outcome: ...
+
+
+class Generate:
+    """The actor's function. Each call runs on an actor thread of its own."""
+
+    def __init__(
+        self,
+        records: RequestRecords,
+        submitter: Submitter,
+        loop: Generating,
+        info: WorkerInfo,
+        *,
+        not_handed_over: Callable[[], None],
+        stopping: threading.Event,
+    ) -> None:
+        """`not_handed_over` is called when a message ends without reaching the loop (`Gate.seen`)."""
+        self._records = records
+        self._submitter = submitter
+        self._loop = loop
+        self._info = info
+        self._not_handed_over = not_handed_over
+        self._stopping = stopping
+
+    def __call__(self, request_id: str, attempt: int) -> None:
+        claimed = None
+        try:
+            claimed = self._claim(request_id, attempt)
+        finally:
+            if claimed is None:
+                self._not_handed_over()
+        if claimed is None:
+            return
+        outcome = self._loop.run(claimed.job, attempt, claimed.token_ids)
+        if outcome not in ("ended", "fenced"):
+            self._release(request_id, attempt, outcome)
+
+    def _claim(self, request_id: str, attempt: int) -> Claimed | None:
+        info, claim_id = self._info, uuid4().hex
+        try:
+            return self._persist(
+                lambda: self._records.claim(request_id, attempt, info.worker, info.fingerprint, claim_id)
+            )
+        except Stale as refusal:
+            log.info("%s", refusal)
+        except FingerprintMismatch as refusal:
+            log.info("%s attempt=%d: left to another worker, %s", request_id, attempt, refusal)
+            queue = keys.queue_continue(info.model, refusal.required)
+            self._submitter.requeue(Reoffer(request_id, attempt, queue))
+        except ContractError as error:
+            log.error("%s attempt=%d: unreadable job, %s", request_id, attempt, error)
+            message = str(error)
+            self._persist(lambda: self._records.close(request_id, "failed", "contract_error", message))
+        return None
+
+    def _release(self, request_id: str, attempt: int, reason: Outcome) -> None:
+        worker = self._info.worker
+        match self._persist(lambda: self._records.release(request_id, attempt, worker, reason)):
+            case Reoffer() as reoffer:
+                log.info("%s attempt=%d: released, %s", request_id, attempt, reason)
+                self._submitter.requeue(reoffer)
+            case Failed() as failed:
+                log.error("%s attempt=%d: failed, %s", request_id, attempt, failed.reason)
+            case None:
+                pass
+
+    def _persist(self, call: Callable[[], T]) -> T | None:
+        """Call until Redis answers. None when the worker stops first: the watchdog finds the request."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return call()
+            except RedisError as error:
+                if self._stopping.wait(pause_s):
+                    log.warning("stopping without an answer from Redis: %s", error)
+                    return None
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def make_generate(broker: RedisBroker, generate: Generate) -> Any:
+    """Register the actor with `broker`."""
+
+    def run(request_id: str, attempt: int) -> None:
+        generate(request_id, attempt)
+
+    return dramatiq.actor(broker=broker, actor_name=ACTOR_NAME, queue_name=ACTOR_NAME)(run)

@@ -1,0 +1,310 @@
+"""The engine loop: owns the engine and the one thread that may touch it.
+
+Takes jobs from actor threads, steps, hands each step's tokens to the publisher, and aborts what was fenced out.
+Refuses to know about Redis and Dramatiq. An actor thread sleeps in `run` until its sequence is over; nothing wakes it
+before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from decode.engine import Engine, SequenceOutput
+from decode.errors import DecodeError, DeviceOutOfMemory, PromptTooLong
+from decode.sequence import Sequence as EngineSequence
+from tasks.contract import GenerationJob, WorkerLoad
+from tasks.gate import Gate
+from tasks.publish import Unpublishable
+from tasks.record import Append, AppendResult, Refused, Terminal
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+
+Outcome = Literal["ended", "fenced", "drain", "gap", "engine_error"]
+"""ended: the terminal entry is published. fenced: the request is somebody else's, or over. The other three: give the
+assignment back with this reason (`RequestRecords.release`)."""
+
+
+class Publishing(Protocol):
+    """What the loop needs of `tasks.publish.Publisher`."""
+
+    def publish(self, appends: Sequence[Append]) -> None: ...
+    def wait_published(self, timeout_s: float) -> bool: ...
+
+
+class Handle:
+    """One assignment in the loop, from hand-over to its outcome."""
+
+    def __init__(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> None:
+        self.job = job
+        self.attempt = attempt
+        self.sequence_id = f"{job.request_id}#{attempt}"
+        self.token_ids = token_ids
+        self.next_index = len(token_ids)
+        self.num_cached_tokens = 0
+        self.is_ending = False
+        self.outcome: Outcome | None = None
+        self._over = threading.Event()
+
+    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+        """The outcome; None when the time is over."""
+        self._over.wait(timeout_s)
+        return self.outcome
+
+    def settle(self, outcome: Outcome) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self._over.set()
+
+
+class EngineLoop:
+    """`tick` is the engine's thread; everything else may be called from any.
+
+    `publisher` is set by whoever builds both, before the first tick.
+    """
+
+    publisher: Publishing
+
+    def __init__(
+        self,
+        engine: Engine,
+        gate: Gate,
+        *,
+        worker: str,
+        on_fatal: Callable[[str], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_fatal` is told when the engine cannot be trusted any more; the process should end."""
+        self._engine = engine
+        self._gate = gate
+        self._worker = worker
+        self._on_fatal = on_fatal
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._inbox: deque[Handle] = deque()
+        self._refused: deque[tuple[str, Outcome]] = deque()
+        self._live: dict[str, Handle] = {}
+        self._is_releasing = False
+        self._is_stopping = False
+        self._is_checked = True
+        self._step_started_s: float | None = None
+        self._last_step_s = monotonic()
+        self._load = engine.load()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        gate.observe(engine)
+
+    # -- for actor threads, the publisher and the heartbeat
+
+    def run(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> Outcome:
+        """Generate one assignment, on from `token_ids`. Blocks its thread until the outcome is known."""
+        outcome = self.hand_over(job, attempt, token_ids).wait()
+        assert outcome is not None
+        return outcome
+
+    def hand_over(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> Handle:
+        handle = Handle(job, attempt, token_ids)
+        with self._changed:
+            if self._is_releasing:
+                self._gate.seen()
+                handle.settle("drain")
+            else:
+                self._inbox.append(handle)
+                self._changed.notify_all()
+        return handle
+
+    def settle(self, item: Append, result: AppendResult | Unpublishable) -> None:
+        """What became of an append; the publisher's `settle`."""
+        sequence_id = f"{item.request_id}#{item.attempt}"
+        match result:
+            case Refused("gap"):
+                self._refuse(sequence_id, "gap")
+            case Refused(reason):
+                log.info("%s attempt=%d: fenced out, %s", item.request_id, item.attempt, reason)
+                self._refuse(sequence_id, "fenced")
+            case Unpublishable():
+                self._refuse(sequence_id, "engine_error")
+            case _ if item.terminal is not None:
+                self._end(sequence_id, "ended")
+
+    def release_all(self) -> None:
+        """Give up everything, now and from now on, with outcome "drain"."""
+        with self._changed:
+            self._is_releasing = True
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no assignment is in the loop. False when the time is over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._live and not self._inbox, timeout_s)
+
+    def load(self, now_ms: int) -> WorkerLoad:
+        """The load after the last step. An idle engine counts as having just finished one."""
+        load = self._load
+        idle_ms = 0 if not self._live else int((self._monotonic() - self._last_step_s) * 1000)
+        return WorkerLoad(load.num_running, load.num_waiting, load.num_free_blocks, load.num_blocks, now_ms - idle_ms)
+
+    def stalled_s(self) -> float:
+        """How long the step that is running has been running; 0 between steps."""
+        started_s = self._step_started_s
+        return 0.0 if started_s is None else self._monotonic() - started_s
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the step it is in."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _refuse(self, sequence_id: str, outcome: Outcome) -> None:
+        with self._changed:
+            self._refused.append((sequence_id, outcome))
+            self._changed.notify_all()
+
+    def _end(self, sequence_id: str, outcome: Outcome) -> None:
+        with self._changed:
+            handle = self._live.pop(sequence_id, None)
+            self._changed.notify_all()
+        if handle is not None:
+            handle.settle(outcome)
+
+    # -- the engine's thread
+
+    def tick(self) -> bool:
+        """One turn: abort what was refused, take what was handed over, step, publish. False when there is no work."""
+        self._abort_refused()
+        if self._is_releasing:
+            self._give_up("drain")
+        self._take_new()
+        if not self._engine.has_unfinished:
+            if not self._is_checked:
+                self._is_checked = True
+                self._check()
+            self._observe()
+            return False
+        self._is_checked = False
+        outputs = self._step()
+        self._observe()
+        self.publisher.publish(self._appends(outputs))
+        return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if not self.tick():
+                    with self._changed:
+                        self._changed.wait_for(self._has_mail)
+                if self._is_stopping:
+                    return
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._on_fatal(f"the engine loop failed: {error}")
+
+    def _has_mail(self) -> bool:
+        leftover = self._is_releasing and bool(self._live or self._inbox)
+        return bool(self._is_stopping or self._inbox or self._refused or leftover)
+
+    def _abort_refused(self) -> None:
+        while self._refused:
+            sequence_id, outcome = self._refused.popleft()
+            self._engine.abort(sequence_id)
+            self._end(sequence_id, outcome)
+
+    def _take_new(self) -> None:
+        while self._inbox:
+            with self._changed:
+                handle = self._inbox.popleft()
+                self._live[handle.sequence_id] = handle
+            self._add(handle)
+            self._gate.seen()
+        self._observe()
+
+    def _add(self, handle: Handle) -> None:
+        job = handle.job
+        try:
+            self._engine.add(EngineSequence(handle.sequence_id, job.prompt_token_ids, job.sampling, handle.token_ids))
+        except DecodeError as error:
+            reason = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_prompt"
+            log.warning("%s attempt=%d: refused, %s", job.request_id, handle.attempt, error)
+            self.publisher.publish([self._append(handle, (), Terminal("failed", reason, str(error)))])
+
+    def _step(self) -> list[SequenceOutput]:
+        self._step_started_s = self._monotonic()
+        try:
+            return self._engine.step()
+        except DeviceOutOfMemory as error:
+            if num_preempted := self._engine.shed():
+                log.warning("out of device memory, num_preempted=%d: %s", num_preempted, error)
+            else:
+                log.error("out of device memory with a single sequence: %s", error)
+                self._give_up("engine_error")
+        except Exception:
+            log.exception("the engine failed in a step, num_live=%d", len(self._live))
+            self._give_up("engine_error")
+        finally:
+            self._step_started_s = None
+            self._last_step_s = self._monotonic()
+        return []
+
+    def _give_up(self, outcome: Outcome) -> None:
+        """Abort everything; what was computed is published first, if Redis lets us."""
+        with self._changed:
+            while self._inbox:
+                handle = self._inbox.popleft()
+                self._live[handle.sequence_id] = handle
+                self._gate.seen()
+        for sequence_id in tuple(self._live):
+            self._engine.abort(sequence_id)
+        self._check()
+        if self._live:
+            self.publisher.wait_published(FLUSH_S)
+        for sequence_id in tuple(self._live):
+            self._end(sequence_id, outcome)
+
+    def _check(self) -> None:
+        try:
+            self._engine.check_idle()
+        except DecodeError as error:
+            log.critical("the engine's books are wrong: %s", error)
+            self._on_fatal(f"the engine's books are wrong: {error}")
+
+    def _observe(self) -> None:
+        self._load = self._engine.load()
+        self._gate.observe(self._engine)
+
+    def _appends(self, outputs: Sequence[SequenceOutput]) -> list[Append]:
+        """The step's tokens; for a sequence without any, an empty append that learns whether it was cancelled."""
+        appends: list[Append] = []
+        silent = dict(self._live)
+        for output in outputs:
+            handle = silent.pop(output.sequence_id, None)
+            if handle is None:
+                continue
+            end = None if output.finish_reason is None else Terminal("finished", output.finish_reason)
+            handle.num_cached_tokens = output.num_cached_tokens
+            appends.append(self._append(handle, output.token_ids, end))
+        appends.extend(self._append(handle, (), None) for handle in silent.values() if not handle.is_ending)
+        return appends
+
+    def _append(self, handle: Handle, token_ids: tuple[int, ...], end: Terminal | None) -> Append:
+        first_index = handle.next_index
+        handle.next_index += len(token_ids)
+        handle.is_ending = end is not None
+        return Append(
+            handle.job.request_id,
+            handle.attempt,
+            first_index,
+            token_ids,
+            handle.num_cached_tokens,
+            end,
+            self._worker,
+        )

@@ -1,0 +1,165 @@
+"""One running worker: engine loop, publisher, actor threads, consumer and heartbeat, put together over given clients.
+
+Owns the order in which they start and stop. Refuses to read settings, open sockets or handle signals: the worker
+process (`tasks.worker`) and the one-process composition do that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from uuid import uuid4
+
+from redis import Redis
+
+from decode.engine import Engine
+from tasks.actors import Generate, make_generate
+from tasks.broker import build_broker
+from tasks.consumer import AssignmentConsumer
+from tasks.contract import WorkerInfo
+from tasks.engine_loop import EngineLoop
+from tasks.gate import MAX_UNSEEN, Gate
+from tasks.heartbeat import Heartbeat
+from tasks.publish import Publisher
+from tasks.record import RequestRecords
+from tasks.slots import SlotWorker
+from tasks.submit import Submitter
+
+log = logging.getLogger(__name__)
+
+DRAIN_BUDGET_S = 1.0
+
+
+class RunningWorker:
+    """A worker at work. `stop` is all there is to do with it."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        gate: Gate,
+        loop: EngineLoop,
+        publisher: Publisher,
+        slots: SlotWorker,
+        heartbeat: Heartbeat,
+        stopping: threading.Event,
+    ) -> None:
+        self.info = info
+        self.gate = gate
+        self.loop = loop
+        self._publisher = publisher
+        self._slots = slots
+        self._heartbeat = heartbeat
+        self._stopping = stopping
+
+    def stop(self, budget_s: float = DRAIN_BUDGET_S) -> None:
+        """Drain: fetch nothing more, let finish what does within `budget_s`, release the rest, and leave.
+
+        Takes at most 3 s over the budget when Redis does not answer, and hardly longer than the budget when it does.
+        """
+        log.info("%s drains, num_taken=%d", self.info.worker, self.gate.num_taken)
+        self._slots.consumer.stop_fetching()
+        self.loop.wait_idle(budget_s)
+        self.loop.release_all()
+        if not self.loop.wait_idle(1.0):
+            self._publisher.hurry()
+        stopper = threading.Timer(0.8, self._stopping.set)  # what waits for Redis then gives up
+        stopper.start()
+        self._slots.stop(1_000)
+        stopper.cancel()
+        self._stopping.set()
+        self.loop.stop(0.2)
+        self._publisher.stop(0.2)
+        self._heartbeat.stop(0.2)
+        log.info("%s has left", self.info.worker)
+
+
+def start_worker(
+    engine: Engine,
+    info: WorkerInfo,
+    *,
+    redis: Redis,
+    blocking: Redis,
+    queue: Redis,
+    heartbeat_ms: int = 100,
+    lease_ms: int = 500,
+    stall_limit_s: float = 30.0,
+    stream_ttl_s: int = 600,
+    on_fatal: Callable[[str], None] = log.critical,
+) -> RunningWorker:
+    """Start serving `engine`. Redis need not be there yet: the worker keeps trying and says so.
+
+    `redis` and `queue` are short clients of the main and Dramatiq's database, `blocking` of the main one
+    (`tasks.clients.connect`). `on_fatal` is told when the engine hangs or its books are wrong: the process must end.
+    """
+    gate, stopping = Gate(), threading.Event()
+    records = RequestRecords(redis, stream_ttl_s=stream_ttl_s)
+    broker = build_broker(queue)
+    loop = EngineLoop(engine, gate, worker=info.worker, on_fatal=on_fatal)
+    publisher = loop.publisher = Publisher(records, loop.settle)
+    heartbeat = Heartbeat(
+        records,
+        info,
+        load=loop.load,
+        stalled_s=loop.stalled_s,
+        clock_ms=_epoch_ms,
+        on_fatal=on_fatal,
+        heartbeat_ms=heartbeat_ms,
+        lease_ms=lease_ms,
+        stall_limit_s=stall_limit_s,
+    )
+    generate = Generate(
+        records, Submitter(records, broker, redis), loop, info, not_handed_over=gate.seen, stopping=stopping
+    )
+    make_generate(broker, generate)
+    make_consumer = partial(
+        AssignmentConsumer,
+        broker,
+        records,
+        info,
+        gate,
+        redis=redis,
+        blocking=blocking,
+        num_live_workers=lambda: heartbeat.num_live_workers,
+    )
+    # Spare threads, so that a request that is only waiting to be published keeps nobody from starting.
+    slots = SlotWorker(broker, engine.config.max_num_seqs + MAX_UNSEEN, make_consumer)
+    heartbeat.tick()
+    heartbeat.start()
+    publisher.start()
+    loop.start()
+    slots.start()
+    log.info("%s serves %s, fingerprint %s", info.worker, info.model, info.fingerprint)
+    return RunningWorker(info, gate, loop, publisher, slots, heartbeat, stopping)
+
+
+def new_worker_id() -> str:
+    return f"{socket.gethostname()}-{uuid4().hex[:8]}"
+
+
+def describe_worker(
+    engine: Engine, *, model: str, variant: str, device: str, worker: str | None = None
+) -> WorkerInfo:
+    """What a worker around `engine` says about itself. `model` is the name that clients use."""
+    config = engine.config
+    return WorkerInfo(
+        worker=worker or new_worker_id(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        device=device,
+        model=model,
+        fingerprint=config.fingerprint,
+        variant=variant,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_tokens=config.num_blocks * config.block_size,
+        started_ms=_epoch_ms(),
+    )
+
+
+def _epoch_ms() -> int:
+    return int(time.time() * 1000)
