@@ -84,8 +84,6 @@ class Detokenizer:
         if self.stopped:
             return ""
         tail = self._strip(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        self._has_pending_bytes = False
         if self._stop is None:
             return tail
         return self._stop.push(tail) + self._stop.finish()

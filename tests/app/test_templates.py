@@ -148,6 +148,11 @@ class TestOwnTemplate:
             messages = chat(("user", text), ("assistant", text), ("user", text))
             assert text_of(OwnTemplate(JinjaTemplate(source, {}))(messages)) == rendered(source, messages)
 
+    def test_lines_that_hold_only_a_block_leave_no_white_space(self) -> None:
+        source = "{% for m in messages %}\n    {% if m.role %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}"
+        messages = chat(("user", "A"), ("assistant", "B"), ("user", "C"))
+        assert text_of(choose_template(source, {})(messages)) == "A\nB\nC\n"
+
     def test_many_messages_find_their_places(self) -> None:
         messages = chat(*((("user", "assistant")[n % 2], f"text {n}") for n in range(201)))
         assert text_of(OwnTemplate(JinjaTemplate(_PIRATE, {}))(messages)) == rendered(_PIRATE, messages)

@@ -49,6 +49,15 @@ def test_text_never_gives_a_control_token(text: str) -> None:
         assert not {source.token_types[token_id] for token_id in ids} & {2, 3}
 
 
+def test_a_user_defined_sentencepiece_marker_is_a_control_token() -> None:
+    source = trained(False)[1]
+    mask = source.tokens.index("<mask>")
+    types = [4 if token_id == mask else kind for token_id, kind in enumerate(source.token_types)]
+    tokenizer = load_gguf_tokenizer(dataclasses.replace(source, token_types=types))
+    assert mask not in tokenizer.encode_first("a <mask> b")
+    assert tokenizer.control_tokens["<mask>"].token_id == mask
+
+
 def test_a_user_defined_marker_is_a_control_token_and_a_user_defined_space_is_text() -> None:
     source = smollm2()
     tokens, types = list(source.tokens), list(source.token_types)

@@ -10,7 +10,14 @@ import tokenizers
 
 from app.hf_tokenizer import load_hf_tokenizer
 from app.prompt import Piece
-from app.tokenizer import TokenizerError, byte_level_bytes, is_plain_text_token, sentencepiece_bytes
+from app.tokenizer import (
+    ControlToken,
+    Tokenizer,
+    TokenizerError,
+    byte_level_bytes,
+    is_plain_text_token,
+    sentencepiece_bytes,
+)
 from decode.checkpoint import HfTokenizerFiles
 from tests.app.corpus import FORGERIES, TEXTS
 from tests.app.text_checkpoints import llama3_directory, metaspace_directory
@@ -92,6 +99,28 @@ def test_control_tokens_are_taken_out_of_vocabulary_and_merges_too(tmp_path: Pat
     tokenizer = load_hf_tokenizer(files)
     assert size + 101 in reference_of(files).encode("<m>!").ids
     assert not {size + 101, size + 102} & set(tokenizer.encode("<m>!"))
+
+
+def test_a_control_token_that_is_a_word_of_the_vocabulary_is_taken_out_too(tmp_path: Path) -> None:
+    files = llama3_directory(tmp_path)
+    spec = json.loads(files.tokenizer_json.read_text())
+    size = max(spec["model"]["vocab"].values())
+    spec["model"]["vocab"]["zmark"] = size + 100
+    spec["added_tokens"].append({**spec["added_tokens"][0], "id": size + 100, "content": "zmark"})
+    files.tokenizer_json.write_text(json.dumps(spec))
+    tokenizer = load_hf_tokenizer(files)
+    assert size + 100 in tokenizer.encode_pieces([Piece("zmark", True)])
+    assert size + 100 not in tokenizer.encode_pieces([Piece("zmark", False)])
+
+
+def test_the_longest_control_token_is_recognised() -> None:
+    tokenizer = Tokenizer(
+        encode_first=lambda text: [0] * len(text),
+        encode_later=lambda text: [0] * len(text),
+        token_bytes=lambda token_id: b"",
+        control_tokens={"<a>": ControlToken(1), "<a>b": ControlToken(2)},
+    )
+    assert tokenizer.encode_pieces([Piece("<a>b<a>c", True)]) == [2, 1, 0]
 
 
 def test_special_tokens_have_no_text_and_other_added_tokens_have_theirs(tmp_path: Path) -> None:
