@@ -38,7 +38,13 @@ class Batch:
 
 
 def build_batch(
-    plan: StepPlan, *, counts: RowCounts, shape: AttentionShape, windows: frozenset[int], device: torch.device
+    plan: StepPlan,
+    *,
+    counts: RowCounts,
+    head_counts: RowCounts,
+    shape: AttentionShape,
+    windows: frozenset[int],
+    device: torch.device,
 ) -> Batch:
     """`windows`: those that the model's layers use."""
     block_size = plan.block_size
@@ -58,7 +64,7 @@ def build_batch(
             sample_rows.append(len(token_ids) - 1)
     num_rows = counts.padded(len(token_ids))
     padding = num_rows - len(token_ids)
-    sample_padding = counts.padded(len(sample_rows)) - len(sample_rows)
+    sample_padding = head_counts.padded(len(sample_rows)) - len(sample_rows)
     return Batch(
         input_ids=torch.tensor(token_ids + [0] * padding, device=device),
         positions=torch.from_numpy(np.concatenate((*positions, np.zeros(padding, np.int64)))).to(device),

@@ -41,7 +41,7 @@ class RowCounts:
 
     @staticmethod
     def measure(function: Callable[[Tensor], Tensor], rows: Tensor) -> RowCounts:
-        """Run `function` on `rows`, [at least the largest candidate, inputs], in tiles, and see who agrees with that.
+        """Run `function` on `rows`, [at least a tile, inputs], in tiles, and see which counts agree with that.
 
         If not even the place within a tile is without influence, only single rows are safe.
         """
@@ -49,14 +49,12 @@ class RowCounts:
         turned = torch.cat([function(tile) for tile in torch.split(rows.roll(1, 0), _TILE)]).roll(-1, 0)
         if not torch.equal(tiled, turned):
             return RowCounts((1,))
-        return RowCounts(tuple(n for n in _CANDIDATES if _agrees(function, rows, tiled, n)))
+        return RowCounts(tuple(n for n in _CANDIDATES if n <= len(rows) and _agrees(function, rows, tiled, n)))
 
 
 def _agrees(function: Callable[[Tensor], Tensor], rows: Tensor, expected: Tensor, n: int) -> bool:
-    if not torch.equal(function(rows[:n]), expected[:n]):
-        return False
-    turned = function(rows[:n].roll(n // 2 + 1, 0)).roll(-(n // 2 + 1), 0)
-    return torch.equal(turned, expected[:n])
+    turn = n // 2 + 1  # every row at another place than in its tile
+    return torch.equal(function(rows[:n].roll(turn, 0)).roll(-turn, 0), expected[:n])
 
 
 class Linear:
@@ -82,10 +80,10 @@ class Linear:
             return self._run(x)
         return torch.cat([self._run(piece) for piece in torch.split(x, largest)])
 
-    def measure(self) -> RowCounts:
+    def measure(self, max_rows: int) -> RowCounts:
         """Which numbers of rows agree on this device with this shape; the caller puts the result in `counts`."""
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(_CANDIDATES[-1], self.in_features, generator=generator)
+        rows = torch.randn(max_rows, self.in_features, generator=generator)
         return RowCounts.measure(self._run, rows.to(self.device, self.dtype))
 
     def _run(self, x: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ from decode.layers import Linear, RowCounts, gelu_tanh, rms_norm, rotate, silu
 from decode.rope import rope_tables
 from decode.weights import Progress, WeightReader
 
+_MAX_ROWS = 256
+_MAX_HEAD_ROWS = 32
+"""Rows of one product; the head's is smaller, because measuring a large vocabulary takes seconds."""
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
@@ -70,7 +73,13 @@ class Decoder:
         self._tables = {rope: self._rope_table(rope, max_positions) for rope in {x.rope for x in self._layers}}
         self._act = _ACTIVATIONS[config.hidden_act]
         self.counts = self._measure_counts()
+        self._head.counts = self._head.measure(_MAX_HEAD_ROWS)
         self.attention_shape = AttentionShape(config.num_heads, config.num_kv_heads, self._decode_rows())
+
+    @property
+    def head_counts(self) -> RowCounts:
+        """The numbers of sampled rows that `forward` takes; `counts` are the numbers of rows."""
+        return self._head.counts
 
     def forward(self, batch: Batch, cache: KvCache) -> Tensor:
         """Write the K/V of the batch's tokens into the cache; return logits [num_samples, vocab], float32."""
@@ -154,10 +163,10 @@ class Decoder:
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def _measure_counts(self) -> RowCounts:
-        """The numbers of rows on which all linears agree; every shape is measured once."""
-        linears = [linear for layer in self._layers for linear in layer.linears] + [self._head]
+        """The numbers of rows on which all linears of the layers agree; every shape is measured once."""
+        linears = [linear for layer in self._layers for linear in layer.linears]
         by_shape = {(linear.out_features, linear.in_features): linear for linear in linears}
-        counts = reduce(RowCounts.common, (linear.measure() for linear in by_shape.values()))
+        counts = reduce(RowCounts.common, (linear.measure(_MAX_ROWS) for linear in by_shape.values()))
         for linear in linears:
             linear.counts = counts
         return counts

@@ -81,6 +81,7 @@ class TorchModelRunner:
             batch = build_batch(
                 plan,
                 counts=self._model.counts,
+                head_counts=self._model.head_counts,
                 shape=self._model.attention_shape,
                 windows=self._windows,
                 device=self._device,
