@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from uuid import uuid4
 
 from redis import Redis
@@ -31,7 +30,9 @@ log = logging.getLogger(__name__)
 GENERATION = f"{keys.EVENTS}:generation"
 """String: the mark of this life of the events stream. Written by the recorder, no expiry."""
 
-MAX_ROWS = 500
+MAX_ROWS = 1000
+"""Facts in a batch at most. PERF: a batch has a fixed cost in DuckDB of about 10 ms; in batches of 500 a fact costs
+52 us of CPU, of 1000 30 us, of 2000 no less."""
 MAX_FINAL_BATCHES = 20
 """How many batches a recorder that must end still takes; what is left stays in the stream."""
 DAY_MS = 86_400_000
@@ -39,12 +40,11 @@ FORGET_EVERY_MS = 3_600_000
 SNAPSHOT_SHARE = 20
 """Of the recorder's time, at most one part in this many goes into snapshots, however large the catalog is."""
 
-# Gives entries up to what is recorded back, and takes what follows; in one step, so that a stream which was emptied
-# and begun anew in between is never trimmed by the ids of the one before.
-# KEYS events, generation; ARGV generation, last recorded id (ms, sequence), first id to take, how many.
-_TAKE = """
+# Gives the entries that are recorded back. KEYS events, generation; ARGV generation, last recorded id (ms, sequence),
+# the id that follows it.
+_GIVE_BACK = """
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then
-  return { 'other' }
+  return 'other'
 end
 local last_ms, last_seq = 0, 0
 if redis.call('EXISTS', KEYS[1]) == 1 then
@@ -58,11 +58,13 @@ if redis.call('EXISTS', KEYS[1]) == 1 then
 end
 local recorded_ms, recorded_seq = tonumber(ARGV[2]), tonumber(ARGV[3])
 if last_ms < recorded_ms or (last_ms == recorded_ms and last_seq < recorded_seq) then
-  return { 'behind' }
+  return 'behind'
 end
 redis.call('XTRIM', KEYS[1], 'MINID', ARGV[4])
-return { 'ok', redis.call('XRANGE', KEYS[1], ARGV[4], '+', 'COUNT', ARGV[5]) }
+return 'ok'
 """
+
+_Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 class Recorder:
@@ -105,12 +107,13 @@ class Recorder:
     def record_batch(self) -> bool:
         """Records at most `max_rows` facts. True when the batch was full."""
         position = self._catalog.position
-        match self._take(position):
-            case [b"ok", entries]:
+        answer, entries = self._take(position)
+        match answer:
+            case b"ok":
                 if entries:
                     self._record(entries, position)
                 return len(entries) == self._max_rows
-            case [b"behind"]:
+            case b"behind":
                 log.warning("the events stream is behind %s, which is recorded: reading it again", position.last_id)
                 self._catalog.record({}, replace(position, last_id="0-0"))
                 return True
@@ -126,12 +129,17 @@ class Recorder:
         if self._catalog.is_snapshot_due:
             self._catalog.snapshot()
 
-    def _take(self, position: Position) -> Any:
+    def _take(self, position: Position) -> tuple[bytes, _Entries]:
+        """Gives back what is recorded, and takes what follows if the answer is ok; in one round trip."""
         ms, _, seq = position.last_id.partition("-")
         following = f"{ms}-{int(seq) + 1}"
-        return self._redis.eval(
-            _TAKE, 2, keys.EVENTS, GENERATION, position.generation, ms, seq, following, str(self._max_rows)
-        )
+        # SAFETY: one transaction, so that a stream which was emptied and begun anew in between is neither trimmed nor
+        # read by the ids of the one before. PERF: the entries do not pass through Lua, which would hold Redis up.
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.eval(_GIVE_BACK, 2, keys.EVENTS, GENERATION, position.generation, ms, seq, following)
+            pipe.xrange(keys.EVENTS, min=following, count=self._max_rows)
+            answer, entries = pipe.execute()
+        return answer, entries
 
     def _adopt(self, position: Position) -> None:
         """The stream is not the one that was recorded until now: mark it, and read it from its beginning."""
@@ -141,12 +149,12 @@ class Recorder:
         self._catalog.record({}, replace(position, generation=generation, last_id="0-0"))
         self._redis.set(GENERATION, generation)
 
-    def _record(self, entries: list[tuple[bytes, list[bytes]]], position: Position) -> None:
+    def _record(self, entries: _Entries, position: Position) -> None:
         facts: list[Fact] = []
-        for entry_id, flat in entries:
+        for entry_id, fields in entries:
             try:
-                fact = parse_fact(dict(zip(flat[::2], flat[1::2], strict=True)))
-            except (MalformedFact, ValueError) as error:
+                fact = parse_fact(fields)
+            except MalformedFact as error:
                 log.warning("skipped entry %s of the events stream: %s", entry_id.decode(), error)
                 continue
             if fact.kind in KINDS:

@@ -89,7 +89,7 @@ class Cell:
         return type(self.records.append_many([append], now_ms=now_ms)[0]).__name__
 
     def messages(self, queue: str) -> int:
-        return int(self.queue.llen(keys.message_list(queue)))  # type: ignore[arg-type]
+        return int(self.queue.llen(keys.message_list(queue)))
 
     def queued(self) -> list[str]:
         """The queues that hold messages."""
@@ -114,6 +114,6 @@ class Cell:
         self, kind: str, request_id: str = "", attempt: int | str = "", *, entry_id: str = "*", **other: Any
     ) -> None:
         """Writes a fact as the scripts do; `t`, `w` and `m` by name, other names go into its details."""
-        fields = {"k": kind, "id": request_id, "a": str(attempt), "w": "", "m": "m", "t": "1000"}
+        fields: dict[Any, Any] = {"k": kind, "id": request_id, "a": str(attempt), "w": "", "m": "m", "t": "1000"}
         fields |= {name: str(other.pop(name)) for name in ("w", "m", "t") if name in other}
-        self.redis.xadd(keys.EVENTS, {**fields, "d": json.dumps(other)}, id=entry_id)  # type: ignore[arg-type]
+        self.redis.xadd(keys.EVENTS, {**fields, "d": json.dumps(other)}, id=entry_id)

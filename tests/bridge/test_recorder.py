@@ -148,8 +148,11 @@ class KillableRedis:
     def __init__(self, cell: Cell, lives: Lives) -> None:
         self._redis, self._lives = cell.redis, lives
 
-    def eval(self, *args: Any) -> Any:
-        return self._lives.step(self._redis.eval, *args)
+    def pipeline(self, transaction: bool) -> Any:
+        pipe: Any = self._redis.pipeline(transaction=transaction)
+        execute = pipe.execute
+        pipe.execute = lambda: self._lives.step(execute)
+        return pipe
 
     def set(self, *args: Any) -> Any:
         return self._lives.step(self._redis.set, *args)
@@ -237,11 +240,11 @@ def test_redis_being_away_loses_nothing(cell: Cell, catalog: Catalog, monkeypatc
     recorder = recorder_of(cell, catalog)
     submit(cell, "r1")
 
-    def away(*_: object) -> None:
+    def away(**_: object) -> None:
         raise ConnectionError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cell.redis, "eval", away)
+        patch.setattr(cell.redis, "pipeline", away)
         for _ in range(3):
             with pytest.raises(ConnectionError):
                 recorder.tick()
