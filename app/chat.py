@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from app.admission import Admission
 from app.answers import Closer, OpenAnswers
-from app.disconnect import CONNECTION, Connection
+from app.disconnect import CONNECTION, OUTLET, Connection
 from app.errors import body_too_large, failed_here, invalid, model_not_found, queue_unreachable
 from app.openai_in import ChatCall, check_headers, parse_chat
 from app.openai_out import ChunkStream, Head, completion
@@ -135,7 +135,13 @@ class ChatCompletions:
 
     def _stream(self, resp: Response, subscription: Subscription, chunks: ChunkStream, req: Request) -> None:
         close_request = partial(self._closer.close_soon, subscription.request_id)
-        relay = Relay(subscription, chunks, close_request, keep_alive_s=self._settings.keep_alive_s)
+        relay = Relay(
+            subscription,
+            chunks,
+            close_request,
+            keep_alive_s=self._settings.keep_alive_s,
+            outlet=req.scope.get(OUTLET),
+        )
         req.scope[CONNECTION].at_end(relay.finish)
         resp.content_type = "text/event-stream; charset=utf-8"
         resp.set_header("cache-control", "no-cache")

@@ -26,6 +26,9 @@ CONNECTION = "tokenferry.connection"
 ABORT = "tokenferry.abort"
 """Scope key of a function that drops the client's socket at once; set by our HTTP protocol (`app.protocol`)."""
 
+OUTLET = "tokenferry.outlet"
+"""Scope key of a `bridge.relay.Outlet` for a streamed body; set by our HTTP protocol, absent elsewhere."""
+
 
 class Connection:
     """One HTTP exchange, as long as it lasts."""

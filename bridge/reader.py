@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from bridge.subscription import StreamLost, Subscription
+from bridge.xread import Entries, Xread
 from tasks import keys
 from tasks.contract import ContractError, StreamEvent, decode_entry
 
@@ -67,7 +68,7 @@ class Reader:
         self.reader_id = reader_id
         self.window = window
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._blocking = redis_blocking
+        self._xread = Xread(redis_blocking, count=128)
         self._short = redis_short
         self._lease = lease
         self._block_ms = block_ms
@@ -149,6 +150,11 @@ class Reader:
                 self._fail_vanished()
                 self._last_heartbeat_s = now_s
             batch = self._read(block=not (fresh and len(self._layers) > 1))
+            if self._block_ms is not None and 0 < len(batch) < len(self._feeds) / 2:
+                # PERF: a step of the engine appends to all its streams one after the other, and the read returns at
+                # the first of them; after the pause the rest is there too, and all of it is handed over at once.
+                time.sleep(self._pace_s)
+                batch += self._read(block=False)
         except RedisError as error:
             self._note_outage(now_s, error)
             return False
@@ -168,9 +174,8 @@ class Reader:
                 logger.exception("%s reader failed", self.reader_id)
                 self._fail_all(StreamLost(f"the reader failed: {error}"))
                 reached = False
-            # PERF: a step of the engine appends to all its streams one after the other; without the pause the read
-            # returns at the first of them, and then again for the rest.
-            self._stopping.wait(self._pace_s if reached else 0.1)
+            if not reached:
+                self._stopping.wait(0.1)
 
     def _take_changes(self) -> bool:
         self._wake_pending = False
@@ -189,22 +194,20 @@ class Reader:
     def _read(self, block: bool) -> Batch:
         batch: Batch = []
         for number, layer in enumerate(self._layers):
-            positions: dict[Any, Any] = {key: feed.position for key, feed in layer.items()}
+            positions = {key: feed.position for key, feed in layer.items()}
             if number == 0:
                 positions[self._control] = self._control_position
-            reply = self._blocking.xread(
-                positions, count=128, block=self._block_ms if block and number == 0 else None
-            )
-            for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
+            block_ms = self._block_ms if block and number == 0 else None
+            for key, entries in self._xread.read(positions, block_ms):
                 if key == self._control:
                     self._control_position = entries[-1][0]
                 elif (feed := layer.get(key)) is not None:
                     self._decode(feed, entries, batch)
         return batch
 
-    def _decode(self, feed: Feed, entries: list[Any], batch: Batch) -> None:
+    def _decode(self, feed: Feed, entries: Entries, batch: Batch) -> None:
         try:
-            events = [decode_entry(entry, fields) for entry, fields in entries]
+            events = [decode_entry(entry, {fields[0]: fields[1]}) for entry, fields in entries]
         except ContractError as error:
             logger.error("%s unreadable entry: %s", feed.subscription.request_id, error)
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))

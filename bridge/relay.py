@@ -14,7 +14,7 @@ from typing import Protocol
 
 from bridge.sse import KEEP_ALIVE
 from bridge.subscription import Subscription
-from tasks.contract import TerminalEvent, TokenEvent
+from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,16 @@ class Renderer(Protocol):
     def failure(self, error: Exception) -> bytes: ...
 
 
+class Outlet(Protocol):
+    """A way to write to the client without waiting."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client keeps up; if not, the HTTP server's own way is taken, which waits for it."""
+
+    def write(self, data: bytes) -> None: ...
+
+
 class Relay:
     """An async iterator of response bytes, for one client, over one subscription.
 
@@ -50,11 +60,13 @@ class Relay:
         close_request: Callable[[str, str], None],
         *,
         keep_alive_s: float = 10.0,
+        outlet: Outlet | None = None,
     ) -> None:
         self._subscription = subscription
         self._renderer = renderer
         self._close_request = close_request
         self._keep_alive_s = keep_alive_s
+        self._outlet = outlet
         self._is_opened = False
         self._is_over = False
         self._is_stopped = False
@@ -68,6 +80,9 @@ class Relay:
         if not self._is_opened:
             self._is_opened = True
             return self._renderer.opening()
+        # By now the HTTP server has sent what came before.
+        if self._outlet is not None:
+            self._subscription.direct = self._write_through
         try:
             return await self._advance()
         except ClientGone:
@@ -97,17 +112,35 @@ class Relay:
             if not events:
                 return KEEP_ALIVE
             end = events.pop() if isinstance(events[-1], TerminalEvent) else None
-            data = b"" if self._is_stopped or not events else self._renderer.tokens(events)  # type: ignore[arg-type]
-            if self._renderer.is_satisfied and not self._is_stopped:
-                self._is_stopped = True
-                if end is None:
-                    self._close_request("finished", "stop")
+            data = self._render(events, close=end is None)
             if isinstance(end, TerminalEvent):
                 self._is_over = True
                 self._subscription.close()
                 return data + self._renderer.ending(end)
             if data:
                 return data
+
+    def _render(self, events: list[StreamEvent], close: bool) -> bytes:
+        if self._is_stopped or not events:
+            return b""
+        data = self._renderer.tokens(events)  # type: ignore[arg-type]
+        if self._renderer.is_satisfied:
+            self._is_stopped = True
+            if close:
+                self._close_request("finished", "stop")
+        return data
+
+    def _write_through(self, events: list[StreamEvent]) -> bool:
+        """The short way for tokens: straight to the client. False: the task has to do it."""
+        assert self._outlet is not None
+        if not self._outlet.is_ready or isinstance(events[-1], TerminalEvent):
+            return False
+        try:
+            if data := self._render(events, close=True):
+                self._outlet.write(data)
+        except Exception as error:
+            self._subscription.fail(error)
+        return True
 
     def _fail(self, error: Exception) -> bytes:
         logger.warning("%s answer failed: %r", self._subscription.request_id, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
@@ -38,7 +39,10 @@ class Subscription:
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timeout_s = 0.0
         self._deadline_s = 0.0
+        self.direct: Callable[[list[StreamEvent]], bool] | None = None
+        """Offered each batch while somebody waits in `next`; True: it took the batch, and the wait goes on."""
         # None while this subscriber lags (its window is full) and after the end.
         self._feed: Feed | None = reader.add(self, START)
         self._has_ended = False
@@ -95,7 +99,17 @@ class Subscription:
         if self._num_tokens >= self._reader.window:
             self._detach()
         if self._events:
-            self._notify()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        # PERF: waking a task for each token costs more than everything else that is done with it.
+        can_be_direct = self.direct is not None and self._waiter is not None and self._feed is not None
+        if can_be_direct and self.direct is not None and self.direct(self._events):
+            self._events = []
+            self._num_tokens = 0
+            self._deadline_s = self._reader.loop.time() + self._timeout_s
+            return
+        self._notify()
 
     def _accept_tokens(self, event: TokenEvent) -> None:
         num_known = self.next_index - event.index
@@ -116,6 +130,7 @@ class Subscription:
     async def _wait(self, timeout_s: float) -> None:
         loop = self._reader.loop
         # PERF: one timer that is moved on when it fires costs a tenth of a timer a wait.
+        self._timeout_s = timeout_s
         self._deadline_s = loop.time() + timeout_s
         if self._timer is None:
             self._timer = loop.call_at(self._deadline_s, self._on_timer)

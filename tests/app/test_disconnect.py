@@ -122,7 +122,8 @@ def test_a_cancel_that_redis_did_not_take_is_tried_again() -> None:
     run(test)
 
 
-def test_a_client_that_does_not_read_falls_back_and_catches_up_from_redis() -> None:
+@pytest.mark.parametrize("outlet", [False, True])
+def test_a_client_that_does_not_read_falls_back_and_catches_up_from_redis(outlet: bool) -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
         exchange = await web.chat(stream=True)
@@ -141,7 +142,7 @@ def test_a_client_that_does_not_read_falls_back_and_catches_up_from_redis() -> N
         assert exchange.text == "".join(f"<{100 + index}>" for index in range(100)) + "<999>"
         assert exchange.is_over
 
-    run(test)
+    run(test, outlet=outlet)
 
 
 def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit() -> None:

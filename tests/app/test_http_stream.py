@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from app.text_edge import TextEdge
-from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web, run
+from tests.app import web as by_hand
+from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web
 
 USAGE = {"include_usage": True}
+
+
+def run(test: Callable[[Web], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Both ways to the client must show the same: through ASGI alone, and with tokens written past it."""
+    by_hand.run(test, **options)
+    by_hand.run(test, outlet=True, **options)
 
 
 def bytes_edge() -> TextEdge:
@@ -257,3 +266,21 @@ def test_two_streams_do_not_mix() -> None:
         assert (first.text, second.text) == ("<101>", "<201>")
 
     run(test)
+
+
+def test_tokens_take_the_outlet_and_the_rest_does_not() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        worker.append("chatcmpl-1", 0, 101)
+        await web.turn()
+        worker.append("chatcmpl-1", 1, 102)
+        await web.turn()
+        assert exchange.num_writes == 2
+        worker.append("chatcmpl-1", 2, 103, end="length")
+        await web.turn()
+        assert exchange.num_writes == 2
+        assert exchange.text == "<101><102><103>"
+
+    by_hand.run(test, outlet=True)

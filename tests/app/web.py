@@ -86,7 +86,10 @@ class Worker:
 
 
 class Exchange:
-    """One HTTP request through the ASGI interface, with a client that can leave, and can stop reading."""
+    """One HTTP request through the ASGI interface, with a client that can leave, and can stop reading.
+
+    It is also the outlet of its own response (`bridge.relay.Outlet`), in the tests that have one.
+    """
 
     def __init__(self, web: Web, method: str, path: str, headers: Mapping[str, str], parts: list[bytes]) -> None:
         self.status = 0
@@ -95,6 +98,7 @@ class Exchange:
         self.is_over = False
         self.was_dropped = False
         self.num_parts_read = 0
+        self.num_writes = 0
         self._parts = parts
         self._left = asyncio.Event()
         self._reading = asyncio.Event()
@@ -114,6 +118,8 @@ class Exchange:
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
             "tokenferry.abort": self._abort,
         }
+        if web.has_outlet:
+            self._scope["tokenferry.outlet"] = self
         self.task = asyncio.ensure_future(web.app(self._scope, self._receive, self._send))
 
     @property
@@ -155,6 +161,16 @@ class Exchange:
     def read_on(self) -> None:
         self._reading.set()
 
+    @property
+    def is_ready(self) -> bool:
+        return self._reading.is_set() and not self._left.is_set()
+
+    def write(self, data: bytes) -> None:
+        assert self.status
+        assert not self.is_over
+        self.num_writes += 1
+        self.body += data
+
     def _abort(self) -> None:
         self.was_dropped = True
         self._left.set()
@@ -183,7 +199,10 @@ class Exchange:
 class Web:
     """Everything of one web process, on the running event loop."""
 
-    def __init__(self, *, text_edges: Mapping[str, TextEdge] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *, text_edges: Mapping[str, TextEdge] | None = None, outlet: bool = False, **settings: Any
+    ) -> None:
+        self.has_outlet = outlet
         server = fakeredis.FakeServer()
         self.server = server
         self.redis = connect_fake(server, use="short")

@@ -1,0 +1,74 @@
+"""The web process: composition root.
+
+Builds the clients, the text edge and the application from the settings, and serves until it is told to end.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+from uuid import uuid4
+
+from app.application import ApplicationSettings, create_app
+from app.protocol import Server, listen
+from app.text_edge import TextEdge, open_text_edge, scripted_text_edge
+from bridge.reader import Reader
+from decode.checkpoint import open_checkpoint
+from decode.registry import resolve, served_name
+from tasks.broker import build_broker
+from tasks.clients import connect
+from tasks.record import RequestRecords
+from tasks.settings import WebSettings
+from tasks.submit import Submitter
+
+logger = logging.getLogger(__name__)
+
+SCRIPTED = "scripted"
+"""The model without weights."""
+
+
+def run(settings: WebSettings) -> None:
+    """The whole life of the process: returns after SIGTERM or SIGINT.
+
+    Raises ModelError, CheckpointError or TokenizerError for a model that cannot be used.
+    """
+    limits = ApplicationSettings(max_waiting=settings.max_waiting)
+    listener = _listen(settings, limits)
+    redis = connect(settings.redis_url, use="short")
+    records = RequestRecords(
+        redis,
+        stream_ttl_s=settings.stream_ttl_s,
+        first_token_deadline_ms=settings.first_token_deadline_s * 1000,
+    )
+    submitter = Submitter(records, build_broker(connect(settings.redis_url, use="queue")), redis)
+    reader_id = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+    reader = Reader(connect(settings.redis_url, use="blocking", max_connections=2), redis, reader_id, records)
+    model, edge = text_edge_of(settings)
+    application = create_app(
+        text_edges={model: edge}, records=records, submitter=submitter, reader=reader, settings=limits
+    )
+    # The reader's thread must not keep the event loop from running for a whole default interval of 5 ms.
+    sys.setswitchinterval(0.001)
+    # What is there now stays: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    host, port = listener.getsockname()[:2]
+    logger.info("%s serves %s on http://%s:%d/v1", reader_id, model, host, port)
+    Server(application).run(sockets=[listener])
+
+
+def text_edge_of(settings: WebSettings) -> tuple[str, TextEdge]:
+    """The name under which the model is served, and its text edge."""
+    if settings.model == SCRIPTED:
+        return SCRIPTED, scripted_text_edge()
+    return served_name(settings.model), open_text_edge(open_checkpoint(resolve(settings.model, settings.cache_dir)))
+
+
+def _listen(settings: WebSettings, limits: ApplicationSettings) -> socket.socket:
+    try:
+        return listen(settings.host, settings.port, stall_limit_s=limits.stall_limit_s)
+    except OSError as error:
+        sys.exit(f"cannot listen on HOST={settings.host} PORT={settings.port}: {error}")
