@@ -15,7 +15,7 @@ from rich.table import Table
 
 from decode.checkpoint import open_checkpoint
 from decode.registry import ModelMissing, resolve
-from decode.scripted import SCRIPTED_MODEL
+from tasks.loading import SCRIPTED
 from tasks.preflight import SCRIPTED_MB, Thresholds, examine, memory_needed_mb, read_machine, require
 from tasks.settings import WorkerSettings, num_workers
 
@@ -41,7 +41,7 @@ def preflight(environ: Mapping[str, str]) -> int:
     workers = max(1, num_workers(environ))
     console = Console()
     try:
-        checkpoint = None if worker.model == SCRIPTED_MODEL else resolve(worker.model, worker.cache_dir)
+        checkpoint = None if worker.model == SCRIPTED else resolve(worker.model, worker.cache_dir)
         needed_mb = memory_for(worker, checkpoint)
     except ModelMissing as missing:
         console.print(f"{missing}. Until then {TYPICAL_MB:,} MB are assumed.\n", highlight=False, soft_wrap=True)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.registry import ModelDamaged, ModelMissing, resolve, served_name
-from decode.scripted import SCRIPTED_MODEL
+from tasks.loading import SCRIPTED
 from tasks.preflight import Thresholds, read_machine, require
 from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, data_dir, num_workers
 from tokenferry.errors import ForPeople
@@ -68,7 +68,7 @@ def make_plan(environ: Mapping[str, str]) -> Plan:
     web, worker = WebSettings.from_env(environ), WorkerSettings.from_env(environ)
     BridgeSettings.from_env(environ)
     workers = num_workers(environ)
-    checkpoint = None if worker.model == SCRIPTED_MODEL else find_model(worker.model, worker.cache_dir)
+    checkpoint = None if worker.model == SCRIPTED else find_model(worker.model, worker.cache_dir)
     memory_mb = memory_for(worker, checkpoint)
     require(read_machine(), Thresholds.from_env(environ, memory_mb * max(1, workers)))
     return Plan(
