@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 
 DONE = b"[DONE]"
-KEEP_ALIVE = b": keep-alive\n\n"
+# NOTE: a comment ends with one line break, not with the blank line that ends an event: openai-python keeps the last
+# `id`, so for it comment + blank line is an event with empty data, and it fails on that.
+KEEP_ALIVE = b": keep-alive\n"
 
 _LINE_BREAK = re.compile(rb"\r\n|\r|\n")
 
@@ -26,4 +28,4 @@ def frame(data: bytes, event_id: int | None = None) -> bytes:
 
 def comment(text: str) -> bytes:
     """A line that every client skips; line breaks in it become spaces, so it can never start a field."""
-    return b": %b\n\n" % _LINE_BREAK.sub(b" ", text.encode())
+    return b": %b\n" % _LINE_BREAK.sub(b" ", text.encode())

@@ -214,7 +214,7 @@ def test_the_worker_is_named_in_a_comment_at_the_end() -> None:
         worker.claim("chatcmpl-1")
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
-        assert re.search(r"\n\n: worker w7\n\nid: 0\ndata: \[DONE\]\n\n$", exchange.body.decode())
+        assert re.search(r"\n\n: worker w7\nid: 0\ndata: \[DONE\]\n\n$", exchange.body.decode())
 
     run(test)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bridge.sse import comment, frame
+from openai._streaming import SSEDecoder
+
+from bridge.sse import DONE, KEEP_ALIVE, comment, frame
 
 
 def test_an_event_is_its_id_its_data_and_an_empty_line() -> None:
@@ -29,4 +31,10 @@ def test_unicode_line_separators_are_ordinary_text() -> None:
 
 
 def test_a_comment_is_one_line_whatever_it_says() -> None:
-    assert comment("worker w1\r\ndata: forged\nid: 3") == b": worker w1 data: forged id: 3\n\n"
+    assert comment("worker w1\r\ndata: forged\nid: 3") == b": worker w1 data: forged id: 3\n"
+
+
+def test_comments_are_no_events_for_a_client_that_remembers_the_last_id() -> None:
+    stream = frame(b"one", 0) + KEEP_ALIVE + comment("worker w1") + frame(DONE, 0)
+    decoded = SSEDecoder().iter_bytes(iter([stream]))
+    assert [event.data for event in decoded] == ["one", "[DONE]"]
