@@ -137,9 +137,7 @@ class Exchange:
         """(id, data) of every complete event so far, comments left out."""
         found = []
         for block in self.body.decode().split("\n\n")[:-1]:
-            if block.startswith(":"):
-                continue
-            id_line, data_line = block.split("\n")
+            id_line, data_line = (line for line in block.split("\n") if not line.startswith(":"))
             data = data_line.removeprefix("data: ")
             found.append((int(id_line.removeprefix("id: ")), data if data == "[DONE]" else orjson.loads(data)))
         return found
