@@ -54,6 +54,7 @@ class AssignmentConsumer:
         redis: Redis,
         blocking: Redis,
         num_live_workers: Callable[[], int],
+        block_s: float = BLOCK_S,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -69,6 +70,7 @@ class AssignmentConsumer:
         self._redis = redis
         self._blocking: Any = blocking
         self._num_live_workers = num_live_workers
+        self._block_s = block_s
         self._monotonic = monotonic
         self._pause = pause
         self._wake_keys = [keys.worker_wake(info.worker), *map(keys.wake, self.queues)]
@@ -100,7 +102,7 @@ class AssignmentConsumer:
 
         Never raises for a message or for Redis: it says what it dropped, or that it waits for Redis.
         """
-        if not self._gate.wait_open(BLOCK_S):
+        if not self._gate.wait_open(self._block_s):
             self._guarded(self._keep_house)
             return False
         return self._guarded(self._take_one)
@@ -182,7 +184,7 @@ class AssignmentConsumer:
 
     def _wait_for_work(self) -> str | None:
         """Wait for a wake token; returns the queue it came with. Without one we look anyway: tokens may get lost."""
-        reply = self._blocking.blpop(self._wake_keys, timeout=BLOCK_S)
+        reply = self._blocking.blpop(self._wake_keys, timeout=self._block_s)
         position = -1 if reply is None else self._wake_keys.index(reply[0].decode()) - 1
         return None if position < 0 else self.queues[position]
 
@@ -192,6 +194,8 @@ class AssignmentConsumer:
             return
         info = self._info
         for step in range(MAX_YIELD_STEPS):
+            if not self._is_work_waiting():
+                return
             least = self._records.least_held_by_peers(info.worker, info.model)
             if least is None or self._gate.num_taken <= least:
                 return
@@ -199,6 +203,12 @@ class AssignmentConsumer:
                 wake(self._redis, woken)  # we took the token that may have been a peer's
             self._pause(YIELD_STEP_S)
         self._no_yield_until_s = self._monotonic() + YIELD_HOLIDAY_S
+
+    def _is_work_waiting(self) -> bool:
+        with self._client.pipeline(transaction=False) as pipe:
+            for queue in self.queues:
+                pipe.llen(keys.message_list(queue, self._broker.namespace))
+            return any(pipe.execute())
 
     def _fetch(self) -> bool:
         reply = self._scripts.call("fetch", None, *self._fetch_arguments)

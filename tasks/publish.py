@@ -105,15 +105,17 @@ class Publisher:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread; what is not published then is another worker's to compute again."""
+        """Send what is pending once more and end the thread; what Redis does not take is computed again elsewhere."""
         self._stopping.set()
         self.hurry()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while True:
             if not self.tick():
+                if self._stopping.is_set():
+                    return
                 with self._changed:
                     self._changed.wait_for(lambda: self._pending or self._stopping.is_set())
 
