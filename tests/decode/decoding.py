@@ -21,7 +21,8 @@ class RecordingRunner(TorchModelRunner):
     """Keeps (sequence id, output index) -> logits, and every plan's preemptions."""
 
     def __init__(self, checkpoint: Checkpoint, **settings: Any) -> None:
-        super().__init__(checkpoint, **({"variant": "fp32", "device": "cpu", "num_threads": 1} | settings))
+        defaults: dict[str, Any] = {"variant": "fp32", "device": "cpu", "num_threads": 1}
+        super().__init__(checkpoint, **(defaults | settings))
         self.rows: dict[tuple[str, int], torch.Tensor] = {}
         self.num_preempted = 0
         self.max_chunk = 0

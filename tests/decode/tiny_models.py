@@ -100,7 +100,7 @@ def write_hf(name: str, directory: Path, *, num_shards: int = 1, **changes: Any)
     if num_shards == 1:
         save_file(weights, directory / "model.safetensors")
         return directory
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         part = {key: weights[key] for key in names[shard::num_shards]}

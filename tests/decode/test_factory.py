@@ -1,0 +1,122 @@
+"""From settings to an engine: refusals, limits, the fingerprint, the number of threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.checkpoint import Checkpoint
+from decode.engine import Engine
+from decode.errors import DeviceOutOfMemory
+from decode.factory import UnsupportedVariant, choose_num_threads, fingerprint, load_engine
+from decode.model_runner import TorchModelRunner
+from decode.sampling import SamplingParams
+from decode.scheduler import StepPlan
+from decode.sequence import Sequence
+from tests.decode.decoding import run
+from tests.decode.tiny_models import open_tiny
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return open_tiny("llama", tmp_path)
+
+
+def load(checkpoint: Checkpoint, **changes: Any) -> Engine:
+    settings: dict[str, Any] = {
+        "variant": "fp32",
+        "device": "cpu",
+        "kv_cache_tokens": 100,
+        "max_model_len": 0,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_threads": 1,
+    }
+    return load_engine(checkpoint, **(settings | changes))
+
+
+def test_a_loaded_engine_decodes(checkpoint: Checkpoint) -> None:
+    engine = load(checkpoint)
+    assert len(run(engine, [Sequence("a", [5, 6, 7], SamplingParams(max_tokens=3))])["a"]) == 3
+
+
+def test_limits_come_from_the_settings_and_the_checkpoint(checkpoint: Checkpoint) -> None:
+    config = load(checkpoint).config
+    assert (config.num_blocks, config.max_model_len, config.vocab_size) == (6, 512, 320)
+    assert load(checkpoint, max_model_len=64).config.max_model_len == 64
+    assert load(checkpoint, max_model_len=9999).config.max_model_len == 512
+
+
+def test_a_sequence_may_fill_the_whole_memory(checkpoint: Checkpoint) -> None:
+    got = run(load(checkpoint), [Sequence("a", [9] * 90, SamplingParams(max_tokens=50))])["a"]
+    assert len(got) == 6  # six blocks of 16
+
+
+def test_an_unknown_variant_is_refused_by_name(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedVariant, match="unknown variant 'fp8'"):
+        load(checkpoint, variant="fp8")
+
+
+def test_a_missing_device_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedVariant, match="no CUDA device"):
+        load(checkpoint, device="cuda")
+
+
+def test_a_block_size_that_does_not_divide_the_chunk_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="block_size is 24"):
+        TorchModelRunner(checkpoint, variant="fp32", device="cpu", kv_cache_tokens=96, block_size=24, num_threads=1)
+
+
+def test_fingerprint_names_weights_and_variant(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = open_tiny("llama", tmp_path / "other", rope_theta=5e4)
+    one = fingerprint(checkpoint, "fp32", "cpu")
+    assert one == load(checkpoint).config.fingerprint
+    assert one.startswith("fp32-")
+    assert len({one, fingerprint(checkpoint, "bf16", "cpu"), fingerprint(other, "fp32", "cpu")}) == 3
+
+
+def test_lack_of_device_memory_is_told_as_such(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(checkpoint)
+    engine.add(Sequence("a", [5], SamplingParams(max_tokens=1)))
+
+    def exhausted(self: TorchModelRunner, plan: StepPlan) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchModelRunner, "logits", exhausted)
+        with pytest.raises(DeviceOutOfMemory, match="no room"):
+            engine.step()
+    assert len(engine.step()) == 1
+
+
+def system(tmp_path: Path, siblings: dict[int, str], quota: str | None) -> Path:
+    for processor, text in siblings.items():
+        file = tmp_path / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        file.parent.mkdir(parents=True)
+        file.write_text(text + "\n")
+    if quota is not None:
+        (tmp_path / "fs/cgroup").mkdir(parents=True)
+        (tmp_path / "fs/cgroup/cpu.max").write_text(quota + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_threads"), [(None, 2), ("max 100000", 2), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_one_thread_for_each_physical_core_within_the_quota(
+    quota: str | None, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    machine = system(tmp_path, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, quota)
+    assert choose_num_threads(machine) == num_threads
+
+
+def test_every_processor_counts_where_the_topology_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    assert choose_num_threads(tmp_path) == 3

@@ -1,0 +1,137 @@
+"""The sampler: each parameter against its definition, and that a row does not depend on its neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decode import sampler
+from decode.errors import IntegrityError
+from decode.sampler import SampleRow, sample
+from decode.sampling import SamplingParams, uniform
+
+PLAIN = SamplingParams(max_tokens=10_000)
+GREEDY = replace(PLAIN, temperature=0)
+
+
+def logits_of(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities).log()[None]
+
+
+def draw(logits: torch.Tensor, sampling: SamplingParams, num_draws: int = 400) -> Counter[int]:
+    """How often each token is chosen for output indices 0 .. num_draws."""
+    rows = [SampleRow(sampling, index) for index in range(num_draws)]
+    return Counter(sample(logits.repeat(num_draws, 1), rows))
+
+
+def test_greedy_takes_the_largest_and_of_equals_the_first() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, -math.inf]])
+    assert sample(logits, [SampleRow(GREEDY, 0)] * 2) == [1, 0]
+
+
+def test_nothing_to_sample_is_no_error() -> None:
+    assert sample(torch.empty(0, 5), []) == []
+
+
+def test_draws_follow_the_inverse_of_the_cumulative_distribution() -> None:
+    probabilities = (0.2, 0.5, 0.3)
+    for index in range(50):
+        u = uniform(3, index)
+        wanted = 0 if u < 0.2 else 1 if u < 0.7 else 2
+        assert sample(logits_of(*probabilities), [SampleRow(replace(PLAIN, seed=3), index)]) == [wanted]
+
+
+def test_draws_have_the_distribution_of_the_logits() -> None:
+    counts = draw(logits_of(0.1, 0.6, 0.3), PLAIN, 2000)
+    for token, probability in enumerate((0.1, 0.6, 0.3)):
+        assert counts[token] / 2000 == pytest.approx(probability, abs=0.04)
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = logits_of(0.4, 0.6)
+    cold, hot = (draw(logits, replace(PLAIN, temperature=t))[0] / 400 for t in (0.2, 5.0))
+    assert cold == pytest.approx(0.4**5 / (0.4**5 + 0.6**5), abs=0.06)
+    assert hot == pytest.approx(0.4**0.2 / (0.4**0.2 + 0.6**0.2), abs=0.06)
+
+
+def test_seeds_decide() -> None:
+    logits = torch.zeros(1, 1000)
+    tokens = [sample(logits, [SampleRow(replace(PLAIN, seed=seed), 0)])[0] for seed in (1, 1, 2)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"top_k": 2}, {1, 2}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.45}, {1, 2}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.999}, {0, 1, 2, 3}),
+        ({"top_p": 1e-9}, {1}),
+        ({"min_p": 0.6}, {1, 2}),
+        ({"min_p": 1.0}, {1}),
+        ({"top_k": 3, "top_p": 0.5}, {1, 2}),
+        ({"top_k": 3, "min_p": 0.9}, {1}),
+        ({"top_k": 1}, {1}),
+    ],
+)
+def test_filters_keep_what_they_are_defined_to_keep(changes: dict[str, float], kept: set[int]) -> None:
+    logits = logits_of(0.15, 0.4, 0.3, 0.15)
+    assert set(draw(logits, replace(PLAIN, **changes))) == kept  # type: ignore[arg-type]
+
+
+def test_top_p_is_taken_of_what_top_k_left() -> None:
+    logits = logits_of(0.25, 0.35, 0.4)
+    assert set(draw(logits, replace(PLAIN, top_k=2, top_p=0.6))) == {1, 2}  # 0.4 of 0.75 is not enough
+    assert set(draw(logits, replace(PLAIN, top_k=2, top_p=0.5))) == {2}  # 0.4 of 0.75 is more than half
+
+
+def test_equal_probabilities_at_the_edge_of_a_filter_all_stay() -> None:
+    assert set(draw(torch.zeros(1, 6), replace(PLAIN, top_k=2))) == set(range(6))
+
+
+def test_a_wide_distribution_is_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.linspace(0, 1, 600)[None]
+    whole = draw(logits.clone(), replace(PLAIN, top_p=0.9))
+    monkeypatch.setattr(sampler, "_FEW", 8)
+    assert draw(logits.clone(), replace(PLAIN, top_p=0.9)) == whole
+    assert min(whole) > 20
+
+
+def test_stop_tokens_cannot_be_chosen_before_the_least_number_of_tokens() -> None:
+    sampling = replace(GREEDY, min_tokens=2, stop_token_ids=(1, 7, -1))
+    rows = [SampleRow(sampling, index) for index in range(4)]
+    assert sample(logits_of(0.3, 0.7).repeat(4, 1), rows) == [0, 0, 1, 1]
+    assert set(draw(logits_of(0.3, 0.7), replace(sampling, temperature=1.0, min_tokens=1000))) == {0}
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 3001, generator=generator) * 2
+    params = [
+        GREEDY,
+        PLAIN,
+        replace(PLAIN, top_k=40, seed=4),
+        replace(PLAIN, top_p=0.9, temperature=0.7),
+        replace(PLAIN, min_p=0.05),
+        replace(PLAIN, min_tokens=50, stop_token_ids=(3,)),
+        replace(PLAIN, top_p=0.5, top_k=100, min_p=0.01, seed=9),
+        GREEDY,
+        replace(PLAIN, temperature=3.0),
+    ]
+    rows = [SampleRow(sampling, 3 * i) for i, sampling in enumerate(params)]
+    alone = [sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    assert sample(logits.clone(), rows) == alone
+    order = [8, 3, 1, 0, 2, 7, 6, 5, 4]
+    assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+
+
+def test_broken_logits_are_noticed() -> None:
+    for broken in (torch.tensor([[0.0, math.nan]]), torch.tensor([[math.inf, 0.0]])):
+        with pytest.raises(IntegrityError, match="not finite"):
+            sample(broken, [SampleRow(GREEDY, 0)])
