@@ -85,20 +85,17 @@ class Catalog:
 
     def forget_before(self, cutoff_ms: int) -> None:
         """Deletes what has not changed since `cutoff_ms`. A worker stays while an attempt names it."""
+        deletions = (
+            "DELETE FROM requests WHERE updated_ms < ?",
+            "DELETE FROM attempts WHERE updated_ms < ?",
+            "DELETE FROM workers WHERE updated_ms < ? AND NOT EXISTS"
+            " (SELECT 1 FROM attempts WHERE attempts.worker = workers.worker)",
+            "DELETE FROM models WHERE updated_ms < ? AND NOT EXISTS"
+            " (SELECT 1 FROM workers WHERE workers.fingerprint = models.fingerprint)",
+        )
         with self._transaction():
-            self._db.execute("DELETE FROM requests WHERE updated_ms < ?", [cutoff_ms])
-            self._db.execute("DELETE FROM attempts WHERE updated_ms < ?", [cutoff_ms])
-            self._db.execute(
-                "DELETE FROM workers WHERE updated_ms < ? AND NOT EXISTS"
-                " (SELECT 1 FROM attempts WHERE attempts.worker = workers.worker)",
-                [cutoff_ms],
-            )
-            self._db.execute(
-                "DELETE FROM models WHERE updated_ms < ? AND NOT EXISTS"
-                " (SELECT 1 FROM workers WHERE workers.fingerprint = models.fingerprint)",
-                [cutoff_ms],
-            )
-        self.is_snapshot_due = True
+            counts = [self._db.execute(sql, [cutoff_ms]).fetchone() for sql in deletions]
+        self.is_snapshot_due = self.is_snapshot_due or counts != [(0,)] * len(deletions)
 
     def snapshot(self) -> None:
         """Replaces the Parquet snapshot as a whole. The one before stays, for who is still reading it."""

@@ -36,7 +36,7 @@ MAX_ROWS = 1000
 MAX_FINAL_BATCHES = 20
 """How many batches a recorder that must end still takes; what is left stays in the stream."""
 DAY_MS = 86_400_000
-FORGET_EVERY_MS = 3_600_000
+FORGET_EVERY_MS = 600_000
 SNAPSHOT_SHARE = 20
 """Of the recorder's time, at most one part in this many goes into snapshots, however large the catalog is."""
 

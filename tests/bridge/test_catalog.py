@@ -159,6 +159,17 @@ def test_what_has_not_changed_since_the_cutoff_is_forgotten(tmp_path: Path) -> N
     catalog.close()
 
 
+def test_only_what_was_really_forgotten_asks_for_a_snapshot(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    catalog.record(request("r1"), Position())
+    catalog.snapshot()
+    catalog.forget_before(1)
+    assert not catalog.is_snapshot_due
+    catalog.forget_before(2)
+    assert catalog.is_snapshot_due
+    catalog.close()
+
+
 def test_the_snapshot_shows_what_was_recorded_while_the_catalog_is_open(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     catalog.record(request("r1", state="offered"), Position())

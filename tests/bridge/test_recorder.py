@@ -398,7 +398,7 @@ def test_snapshots_of_a_large_catalog_become_rarer(
     assert taken == [0, 10_500, 21_000]
 
 
-def test_facts_older_than_the_days_to_keep_are_forgotten_every_hour(cell: Cell, catalog: Catalog) -> None:
+def test_facts_older_than_the_days_to_keep_are_forgotten_now_and_then(cell: Cell, catalog: Catalog) -> None:
     clock = Clock()
     recorder = recorder_of(cell, catalog, clock_ms=clock, keep_days=2)
     submit(cell, "old", t=clock.now_ms - 2 * DAY_MS - 1)
