@@ -224,9 +224,12 @@ class NativeDecoder:
         return _Layer(**linears, **vectors, cos=_address(cos), sin=_address(sin), window=window)
 
     def _linear(self, role: str, layer: int | None) -> _Linear:
-        matrix: Matrix = self._weights.matrices[role, layer]
-        bias = _address(self._weights.vectors.get((f"{role}_bias", layer)))
-        return _Linear(_address(matrix.data), bias, matrix.kind, matrix.n, matrix.k)
+        return linear_of(self._weights.matrices[role, layer], self._weights.vectors.get((f"{role}_bias", layer)))
+
+
+def linear_of(matrix: Matrix, bias: npt.NDArray[np.float32] | None) -> _Linear:
+    """The C structure that points into both; it keeps neither alive."""
+    return _Linear(_address(matrix.data), _address(bias), matrix.kind, matrix.n, matrix.k)
 
 
 def _address(values: npt.NDArray[Any] | None) -> int | None:

@@ -26,7 +26,7 @@ Decoder::Decoder(const Model& m, const Limits& l)
       position_(l.max_rows),
       block_(l.max_rows),
       slot_(l.max_rows),
-      team_(l.num_threads) {
+      team_(l.num_threads, [this](int id, const Counts& counts, Team::Walk& walk) { thread(id, counts, walk); }) {
   for (int id = 0; id < team_.size(); id++) {
     scratch_.push_back(std::make_unique<ThreadScratch>());
     scratch_.back()->best_value.resize(size_t(l.max_samples) * kPanel);
@@ -55,50 +55,54 @@ void Decoder::plan_tiles(const Step& step) {
 }
 
 void Decoder::step(const Step& step) {
+  step_ = step;
+  if (!step_.logits && step_.samplings) step_.logits = logits_.get();
+  num_steps_++;
   plan_tiles(step);
-  team_.run([&](int id) { thread(step, id); });
+  team_.run({step.num_rows, int(tiles_.size()), step.num_samples, step.samplings ? step.num_samples : 0});
   choose(step);
 }
 
-void Decoder::thread(const Step& step, int id) {
+void Decoder::thread(int id, const Counts& counts, Team::Walk& walk) {
   ThreadScratch& scratch = *scratch_[id];
-  team_.loop(step.num_rows, [&](int row) {
-    dequantize_channel(model_.embed, step.token_ids[row], model_.embed_scale, hidden_.get() + size_t(row) * model_.hidden);
+  walk.loop(counts.rows, [&](int row) {
+    float* out = hidden_.get() + size_t(row) * model_.hidden;
+    dequantize_channel(model_.embed, step_.token_ids[row], model_.embed_scale, out);
   });
   for (int index = 0; index < model_.num_layers; index++) {
     const float* pending = index ? layers_[index - 1].post_mlp_norm : nullptr;
-    team_.loop(step.num_rows, [&](int row) {
+    walk.loop(counts.rows, [&](int row) {
       finish_residual(row, pending);
       norm_quantize(hidden_.get() + size_t(row) * model_.hidden, layers_[index].attn_norm, model_.eps,
                     input_.rows.from(row));
     });
-    attention_layer(step, layers_[index], index, scratch);
-    mlp_layer(step, layers_[index], scratch);
+    attention_layer(layers_[index], index, counts, walk, scratch);
+    mlp_layer(layers_[index], counts, walk, scratch);
   }
-  team_.loop(step.num_samples, [&](int i) {
-    const int row = step.sample_rows[i];
+  walk.loop(counts.samples, [&](int i) {
+    const int row = step_.sample_rows[i];
     finish_residual(row, layers_.back().post_mlp_norm);
     norm_quantize(hidden_.get() + size_t(row) * model_.hidden, model_.final_norm, model_.eps, sampled_.rows.from(i));
   });
-  float* logits = step.logits || !step.samplings ? step.logits : logits_.get();
-  head(step, logits, id);
-  if (step.samplings)
-    team_.loop(step.num_samples, [&](int i) {
-      const Sampling& s = step.samplings[i];
-      float* row = logits + size_t(i) * model_.head.panels() * kPanel;
-      if (s.temperature > 0.0f || s.num_banned) step.tokens[i] = sample(row, model_.vocab, s, step.banned + s.first_banned);
-    });
+  head(counts, walk, scratch);
+  walk.loop(counts.draws, [&](int i) {
+    const Sampling& s = step_.samplings[i];
+    float* logits = step_.logits + size_t(i) * model_.head.panels() * kPanel;
+    if (s.temperature > 0.0f || s.num_banned)
+      step_.tokens[i] = sample(logits, model_.vocab, s, step_.banned + s.first_banned);
+  });
 }
 
-void Decoder::attention_layer(const Step& step, const Layer& layer, int index, ThreadScratch& scratch) {
+void Decoder::attention_layer(const Layer& layer, int index, const Counts& counts, Team::Walk& walk,
+                              ThreadScratch& scratch) {
   const Cache kv = cache(index);
   const int q_columns = model_.heads * model_.head_dim, kv_columns = model_.kv_heads * model_.head_dim;
   const size_t stride = q_columns + 2 * kv_columns;
   const int q_panels = layer.q.panels(), kv_panels = layer.k.panels();
-  const int panels = q_panels + 2 * kv_panels, row_blocks = (step.num_rows + kRowBlock - 1) / kRowBlock;
-  team_.loop(panels * row_blocks, [&](int item) {
+  const int panels = q_panels + 2 * kv_panels, row_blocks = (counts.rows + kRowBlock - 1) / kRowBlock;
+  walk.loop(panels * row_blocks, [&](int item) {
     const int panel = item % panels, first = item / panels * kRowBlock;
-    const int count = std::min(kRowBlock, step.num_rows - first);
+    const int count = std::min(kRowBlock, counts.rows - first);
     float* out = qkv_.get() + first * stride + panel * kPanel;  // the three outputs lie side by side
     if (panel < q_panels)
       panel_product(layer.q, panel, input_.rows, first, count, out, stride);
@@ -107,13 +111,13 @@ void Decoder::attention_layer(const Step& step, const Layer& layer, int index, T
     else
       panel_product(layer.v, panel - q_panels - kv_panels, input_.rows, first, count, out, stride);
   });
-  team_.loop(step.num_rows * model_.kv_heads, [&](int item) {
+  walk.loop(counts.rows * model_.kv_heads, [&](int item) {
     append_row(layer, kv, item / model_.kv_heads, item % model_.kv_heads);
   });
-  team_.loop(int(tiles_.size()) * model_.kv_heads, [&](int item) {
-    attend_tile(step, layer, kv, tiles_[item / model_.kv_heads], item % model_.kv_heads, scratch.attention);
+  walk.loop(counts.tiles * model_.kv_heads, [&](int item) {
+    attend_tile(layer, kv, tiles_[item / model_.kv_heads], item % model_.kv_heads, scratch.attention);
   });
-  project_add(layer.attn_out, attended_.rows, step.num_rows, layer.post_attn_norm, scratch);
+  project_add(layer.attn_out, attended_.rows, counts.rows, layer.post_attn_norm, walk, scratch);
 }
 
 // Finish the key, value and queries of one row and key/value head: norm, rotate, quantise, store.
@@ -134,10 +138,10 @@ void Decoder::append_row(const Layer& layer, const Cache& kv, int row, int kv_he
   }
 }
 
-void Decoder::attend_tile(const Step& step, const Layer& layer, const Cache& kv, const TileRef& ref, int kv_head,
+void Decoder::attend_tile(const Layer& layer, const Cache& kv, const TileRef& ref, int kv_head,
                           AttentionScratch& s) {
   const int dim = model_.head_dim, group = model_.heads / model_.kv_heads;
-  const Tile tile{step.block_tables + step.table_starts[ref.seq], position_[ref.first], ref.tokens, group,
+  const Tile tile{step_.block_tables + step_.table_starts[ref.seq], position_[ref.first], ref.tokens, group,
                   layer.window, kv_head};
   for (int r = 0; r < tile.rows(); r++) {
     const size_t at = size_t(ref.first + r / group) * model_.heads + kv_head * group + r % group;
@@ -155,15 +159,15 @@ void Decoder::attend_tile(const Step& step, const Layer& layer, const Cache& kv,
   }
 }
 
-void Decoder::mlp_layer(const Step& step, const Layer& layer, ThreadScratch& scratch) {
-  team_.loop(step.num_rows, [&](int row) {
+void Decoder::mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch) {
+  walk.loop(counts.rows, [&](int row) {
     finish_residual(row, layer.post_attn_norm);
     norm_quantize(hidden_.get() + size_t(row) * model_.hidden, layer.mlp_norm, model_.eps, input_.rows.from(row));
   });
-  const int units = model_.inner / kBlock, row_blocks = (step.num_rows + kRowBlock - 1) / kRowBlock;
-  team_.loop(units * row_blocks, [&](int item) {
+  const int units = model_.inner / kBlock, row_blocks = (counts.rows + kRowBlock - 1) / kRowBlock;
+  walk.loop(units * row_blocks, [&](int item) {
     const int unit = item % units, first = item / units * kRowBlock;
-    const int count = std::min(kRowBlock, step.num_rows - first);
+    const int count = std::min(kRowBlock, counts.rows - first);
     for (int half = 0; half < 2; half++) {
       panel_product(layer.gate, 2 * unit + half, input_.rows, first, count, scratch.product[half], kPanel);
       panel_product(layer.up, 2 * unit + half, input_.rows, first, count, scratch.product[2 + half], kPanel);
@@ -174,13 +178,14 @@ void Decoder::mlp_layer(const Step& step, const Layer& layer, ThreadScratch& scr
       quantize_block(lo, hi, inner_.rows.from(first + r), unit);
     }
   });
-  project_add(layer.down, inner_.rows, step.num_rows, layer.post_mlp_norm, scratch);
+  project_add(layer.down, inner_.rows, counts.rows, layer.post_mlp_norm, walk, scratch);
 }
 
 // The sub-layer's output goes straight into the residual stream, or to branch_ when a norm comes first.
-void Decoder::project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, ThreadScratch& scratch) {
+void Decoder::project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, Team::Walk& walk,
+                          ThreadScratch& scratch) {
   const int panels = w.panels(), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
-  team_.loop(panels * row_blocks, [&](int item) {
+  walk.loop(panels * row_blocks, [&](int item) {
     const int panel = item % panels, first = item / panels * kRowBlock;
     const int count = std::min(kRowBlock, num_rows - first);
     const size_t at = size_t(first) * model_.hidden + panel * kPanel;
@@ -201,20 +206,22 @@ void Decoder::finish_residual(int row, const float* post_norm) {
   if (post_norm) norm_add(branch_.get() + at, post_norm, model_.eps, model_.hidden, hidden_.get() + at);
 }
 
-void Decoder::head(const Step& step, float* logits, int id) {
-  ThreadScratch& scratch = *scratch_[id];
+void Decoder::head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  std::fill_n(scratch.best_value.data(), step.num_samples * kPanel, -INFINITY);
-  std::fill_n(scratch.best_token.data(), step.num_samples * kPanel, 0);
-  const int panels = model_.head.panels(), row_blocks = (step.num_samples + kRowBlock - 1) / kRowBlock;
-  team_.loop(panels * row_blocks, [&](int item) {
+  const int panels = model_.head.panels(), row_blocks = (counts.samples + kRowBlock - 1) / kRowBlock;
+  walk.loop(panels * row_blocks, [&](int item) {
+    if (scratch.step != num_steps_) {
+      scratch.step = num_steps_;
+      std::fill_n(scratch.best_value.data(), counts.samples * kPanel, -INFINITY);
+      std::fill_n(scratch.best_token.data(), counts.samples * kPanel, 0);
+    }
     const int panel = item % panels, first = item / panels * kRowBlock;
-    const int count = std::min(kRowBlock, step.num_samples - first);
+    const int count = std::min(kRowBlock, counts.samples - first);
     panel_product(model_.head, panel, sampled_.rows, first, count, scratch.product[0], kPanel);
     const vi token = lane + panel * kPanel;
     for (int r = 0; r < count; r++) {
       vf value = load(scratch.product[0] + r * kPanel);
-      if (logits) store(logits + (size_t(first + r) * panels + panel) * kPanel, value);
+      if (step_.logits) store(step_.logits + (size_t(first + r) * panels + panel) * kPanel, value);
       float* best = scratch.best_value.data() + (first + r) * kPanel;
       int32_t* best_token = scratch.best_token.data() + (first + r) * kPanel;
       vi old = load_i(best_token);
@@ -232,7 +239,7 @@ void Decoder::choose(const Step& step) {
     float best = -INFINITY;
     int32_t token = 0;
     for (const auto& scratch : scratch_)
-      for (int lane = 0; lane < kPanel; lane++) {
+      for (int lane = 0; scratch->step == num_steps_ && lane < kPanel; lane++) {
         const float value = scratch->best_value[i * kPanel + lane];
         const int32_t candidate = scratch->best_token[i * kPanel + lane];
         if (value > best || (value == best && candidate < token)) best = value, token = candidate;

@@ -50,6 +50,7 @@ struct ThreadScratch {
   alignas(64) float product[4][kRowBlock * kPanel];
   std::vector<float> best_value;  // [max_samples, 16]
   std::vector<int32_t> best_token;
+  uint64_t step = 0;              // the step that the best belong to
 };
 
 class Decoder {
@@ -64,17 +65,16 @@ class Decoder {
     int32_t seq, first, tokens;
   };
 
-  void thread(const Step& step, int id);
   void plan_tiles(const Step& step);
-  void attention_layer(const Step& step, const Layer& layer, int index, ThreadScratch& scratch);
-  void mlp_layer(const Step& step, const Layer& layer, ThreadScratch& scratch);
+  void thread(int id, const Counts& counts, Team::Walk& walk);
+  void attention_layer(const Layer& layer, int index, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
+  void mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
   void append_row(const Layer& layer, const Cache& cache, int row, int kv_head);
-  void attend_tile(const Step& step, const Layer& layer, const Cache& cache, const TileRef& ref, int kv_head,
-                   AttentionScratch& scratch);
-  void project(const Linear& w, const Rows& x, int num_rows, float* out, size_t stride);
-  void project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, ThreadScratch& scratch);
+  void attend_tile(const Layer& layer, const Cache& cache, const TileRef& ref, int kv_head, AttentionScratch& scratch);
+  void project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, Team::Walk& walk,
+                   ThreadScratch& scratch);
   void finish_residual(int row, const float* post_norm);
-  void head(const Step& step, float* logits, int id);
+  void head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
   void choose(const Step& step);
   Cache cache(int layer) const;
 
@@ -94,6 +94,8 @@ class Decoder {
   Buffer<float> logits_;   // [max_samples, vocab rounded up to 16]: touched only when a row is sampled
   std::vector<int32_t> position_, block_, slot_;  // per row
   std::vector<TileRef> tiles_;
+  Step step_ = {};
+  uint64_t num_steps_ = 0;
   std::vector<std::unique_ptr<ThreadScratch>> scratch_;
   Team team_;
 };

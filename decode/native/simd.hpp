@@ -46,18 +46,20 @@ TF_INLINE vi to_int(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
 TF_INLINE vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 TF_INLINE vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 TF_INLINE vf load_half(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-TF_INLINE vf load_bf16(const uint16_t* p) {
-  return (vf)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
-}
 // The low byte of each lane.
 TF_INLINE void store_bytes(void* p, vi v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 
 #else
 
+// NOTE: lanes are written through arrays. GCC 12 at -O3 loses values when a vector is filled element by element.
+
 TF_INLINE vf fma(vf a, vf b, vf c) {
-  vf r;
-  for (int i = 0; i < 16; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return r;
+  float x[16], y[16], z[16];
+  store(x, a);
+  store(y, b);
+  store(z, c);
+  for (int i = 0; i < 16; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return load(z);
 }
 TF_INLINE vi dot4(vi acc, vi u, vi s) {
   uint8_t ub[64];
@@ -72,23 +74,21 @@ TF_INLINE vi dot4(vi acc, vi u, vi s) {
 }
 TF_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 TF_INLINE vi to_int(vf v) {
-  vi r;
-  for (int i = 0; i < 16; i++) r[i] = int32_t(__builtin_rintf(v[i]));
-  return r;
+  float x[16];
+  int32_t r[16];
+  store(x, v);
+  for (int i = 0; i < 16; i++) r[i] = int32_t(__builtin_rintf(x[i]));
+  return load_i(r);
 }
 TF_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 TF_INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
 TF_INLINE vf load_half(const uint16_t* p) {
-  vi h;
-  for (int i = 0; i < 16; i++) h[i] = p[i];
+  int32_t bits[16];
+  for (int i = 0; i < 16; i++) bits[i] = p[i];
+  const vi h = load_i(bits);
   // Exact for every finite half: the exponent is re-biased by a multiplication, which also normalises subnormals.
   vf magnitude = as_float((h & 0x7fff) << 13) * 0x1p112f;
   return as_float(as_int(magnitude) | ((h & 0x8000) << 16));
-}
-TF_INLINE vf load_bf16(const uint16_t* p) {
-  vi h;
-  for (int i = 0; i < 16; i++) h[i] = int32_t(uint32_t(p[i]) << 16);
-  return as_float(h);
 }
 TF_INLINE void store_bytes(void* p, vi v) {
   uint8_t b[16];

@@ -36,8 +36,7 @@ def native(family: str) -> Iterator[NativeModelRunner]:
 
 def run_rows(native: NativeModelRunner, rows: list[tuple[list[int], int, list[int]]]) -> Any:
     """Each (tokens, first position, block table) in one step; the logits of every row."""
-    arrays = StepArrays(*(array("i") for _ in range(6)))
-    arrays.row_starts.append(0)
+    arrays = StepArrays(array("i"), array("i", [0]), array("i"), array("i"), array("i"), array("i"))
     for tokens, first, table in rows:
         arrays.token_ids.extend(tokens)
         arrays.row_starts.append(len(arrays.token_ids))
@@ -137,7 +136,7 @@ def test_tokens_do_not_depend_on_the_schedule(family: str) -> None:
         temperature = 0.9 if index % 3 == 0 else 0.0
         jobs[f"s{index}"] = (prompt, SamplingParams(max_tokens=20, temperature=temperature, seed=index))
     native = runner(tiny_checkpoint(family))
-    alone = {}
+    alone: dict[str, list[int]] = {}
     for sequence_id, job in jobs.items():
         alone |= generate(make_engine(native), {sequence_id: job})
     crowded = make_engine(native, num_blocks=16, max_batched=31)
