@@ -14,13 +14,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from decode.attention import PREFILL_TILE, AttentionShape, paged_attention
+from decode.attention import CHUNK, PREFILL_TILE, AttentionShape, paged_attention
 from decode.batch import Batch
 from decode.checkpoint import Checkpoint
 from decode.config import ModelConfig, Rope
 from decode.families import FAMILIES
 from decode.kv_cache import KvCache
-from decode.layers import Linear, RowCounts, gelu_tanh, rms_norm, rotate, silu
+from decode.layers import Linear, RowCounts, cancelling, gelu_tanh, rms_norm, rotate, silu
 from decode.rope import rope_tables
 from decode.weights import Progress, WeightReader
 
@@ -174,15 +174,13 @@ class Decoder:
     def _decode_rows(self) -> int:
         """Rows of the attention products for a single token: few, if that gives the bits of a full tile."""
         config, group = self.config, self.config.num_heads // self.config.num_kv_heads
-        generator = torch.Generator().manual_seed(0)
-        full = PREFILL_TILE * group
-        few = -(-group // 4) * 4
-        for inner, outer in ((config.head_dim, 128), (128, config.head_dim)):
-            left = torch.randn(4, full, inner, generator=generator).to(self.device, self.dtype)
-            right = torch.randn(4, inner, outer, generator=generator).to(self.device, self.dtype)
-            expected = torch.bmm(left, right)
+        full, few = PREFILL_TILE * group, -(-group // 4) * 4
+        for inner, columns in ((config.head_dim, CHUNK), (CHUNK, config.head_dim)):
+            pairs = [cancelling(full, columns, inner) for _ in range(4)]
+            left, right = (torch.stack(side).to(self.device, self.dtype) for side in zip(*pairs, strict=True))
+            expected = torch.bmm(left, right.transpose(1, 2))
             for part in (slice(0, few), slice(full - few, full)):
-                if not torch.equal(expected[:, part], torch.bmm(left[:, part], right)):
+                if not torch.equal(expected[:, part], torch.bmm(left[:, part], right.transpose(1, 2))):
                     return full
         return few
 

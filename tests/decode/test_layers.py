@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from decode.layers import Linear, RowCounts, gelu_tanh, rms_norm, rotate, silu
+from decode.layers import Linear, RowCounts, cancelling, gelu_tanh, rms_norm, rotate, silu
 
 COUNTS = RowCounts((2, 4, 16))
 
@@ -67,6 +68,27 @@ def test_allowed_counts_give_a_row_the_same_bits(dtype: torch.dtype, num_threads
 
 def padded(rows: Tensor, counts: RowCounts) -> Tensor:
     return torch.cat((rows, rows.new_zeros(counts.padded(len(rows)) - len(rows), rows.shape[1])))
+
+
+def test_cancelling_products_show_another_order_of_summation() -> None:
+    left, right = cancelling(4, 6, 304)
+    products = left[:, None] * right  # [rows, columns, inner]
+    torch.testing.assert_close(products.double().sum(-1), torch.zeros(4, 6).double(), atol=1e-12, rtol=0)
+    forwards, backwards = (np.add.accumulate(x.numpy(), -1)[..., -1] for x in (products, products.flip(-1)))
+    assert np.mean(forwards != backwards) > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_allowed_counts_hold_for_a_shape_whose_single_row_is_special(dtype: torch.dtype) -> None:
+    weight = random(576, 1536).to(dtype)
+    linear = Linear(weight)
+    linear.counts = linear.measure(16)
+    rows = random(64, 1536, seed=1).to(dtype)
+    whole = torch.cat([linear(piece) for piece in torch.split(rows, 16)])
+    for n in linear.counts.allowed:
+        assert torch.equal(
+            torch.cat([linear(piece) for piece in torch.split(rows[: 64 // n * n], n)]), whole[: 64 // n * n]
+        )
 
 
 def test_linear_is_the_product_with_the_transposed_weight_plus_bias() -> None:
