@@ -189,7 +189,7 @@ def _load(data: bytes, what: str) -> dict[str, Any]:
     try:
         raw = orjson.loads(data)
         version = raw.pop("v")
-    except (orjson.JSONDecodeError, AttributeError, KeyError) as error:
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ContractError(f"{what}: not a versioned record ({error})") from error
     if version != CODEC_VERSION:
         raise ContractError(f"{what}: codec version {version}, this process speaks {CODEC_VERSION}")

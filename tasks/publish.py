@@ -18,8 +18,9 @@ from tasks.record import Append, AppendResult, RequestRecords
 
 log = logging.getLogger(__name__)
 
-MAX_UNPUBLISHED_STEPS = 2
-"""One on its way and one waiting: a cancelled request is noticed at the latest two steps after its last token."""
+MAX_UNPUBLISHED_STEPS = 1
+"""A step is published while the next one runs, and settled before the one after it: so a cancelled request costs
+two steps at most, however slow Redis is."""
 FIRST_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
 

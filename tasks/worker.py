@@ -41,9 +41,9 @@ def main(argv: Sequence[str] = ()) -> int:
     except SettingsError as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_CANNOT_SERVE
+    _log_to_stderr(settings.log_level)
     if not argv:
         return supervise(settings)
-    _log_to_stderr(settings.log_level)
     worker, supervisor_pid = argv[1], int(argv[2])
     return run_engine(settings, worker, supervisor_pid)
 
@@ -128,11 +128,9 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _log_to_stderr(level: str) -> None:
-    """One event a line. A process manager adds its own clock, so ours stays out under one."""
+    """One event a line, unless our caller has set logging up. A process manager has a clock, ours stays out then."""
     clock = "" if "HONCHO_PROCESS_NAME" in os.environ else "%(asctime)s "
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format=f"{clock}%(levelname)s %(name)s %(message)s", force=True
-    )
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=f"{clock}%(levelname)s %(name)s %(message)s")
 
 
 if __name__ == "__main__":

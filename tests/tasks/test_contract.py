@@ -1,0 +1,121 @@
+"""The codec: what is written can be read, and what cannot be read is refused loudly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.sampling import SamplingParams
+from tasks import keys
+from tasks.contract import (
+    ContractError,
+    TerminalEvent,
+    TokenEvent,
+    WorkerLoad,
+    decode_entry,
+    decode_job,
+    decode_worker_info,
+    decode_worker_load,
+    encode_job,
+    encode_terminal,
+    encode_worker_info,
+    encode_worker_load,
+    entry_id,
+    pack_tokens,
+    unpack_tokens,
+)
+from tests.tasks.cell import info, job
+
+JOB = replace(
+    job("chatcmpl-ü", prompt=(0, 1, 2**31)),
+    sampling=SamplingParams(7, 0.5, 0.9, 40, 0.1, 2**63, (1, 2), True, 3),
+)
+
+
+def changed(data: bytes, **changes: object) -> bytes:
+    fields = {**orjson.loads(data), **changes}
+    return orjson.dumps({name: value for name, value in fields.items() if value is not ...})
+
+
+def test_a_job_comes_back_as_it_was() -> None:
+    assert decode_job(encode_job(JOB)) == JOB
+
+
+def test_a_worker_comes_back_as_it_was() -> None:
+    assert decode_worker_info(encode_worker_info(info())) == info()
+    assert decode_worker_load(encode_worker_load(WorkerLoad(1, 2, 3, 4, 5))) == WorkerLoad(1, 2, 3, 4, 5)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_tokens_come_back_as_they_were(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert len(packed) == 4 * len(token_ids)
+    assert unpack_tokens(packed) == tuple(token_ids)
+
+
+def test_entries_come_back_as_events() -> None:
+    tokens = {b"t": pack_tokens([5, 6])}
+    assert decode_entry(entry_id(0, 1).encode(), tokens) == TokenEvent(0, 1, (5, 6))
+    end = {b"e": encode_terminal("failed", "poison", "why", "w1", 3)}
+    assert decode_entry(entry_id(9, 4).encode(), end) == TerminalEvent(9, 4, "failed", "poison", "why", "w1", 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"{}",
+        changed(encode_job(JOB), v=2),
+        changed(encode_job(JOB), v=...),
+        changed(encode_job(JOB), model=...),
+        changed(encode_job(JOB), surprise=1),
+        changed(encode_job(JOB), sampling=None),
+        changed(encode_job(JOB), sampling={"max_tokens": 1}),
+        changed(encode_job(JOB), prompt_token_ids=3),
+    ],
+)
+def test_a_damaged_job_is_refused(data: bytes) -> None:
+    with pytest.raises(ContractError, match=r"^job: "):
+        decode_job(data)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", changed(encode_worker_info(info()), v=2), changed(encode_worker_info(info()), pid=...)]
+)
+def test_a_damaged_worker_is_refused(data: bytes) -> None:
+    with pytest.raises(ContractError, match=r"^worker: "):
+        decode_worker_info(data)
+
+
+def test_a_damaged_load_is_refused() -> None:
+    with pytest.raises(ContractError, match=r"^load: "):
+        decode_worker_load(changed(encode_worker_load(WorkerLoad()), surprise=1))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {b"x": b"1"}, {b"t": b"123"}, {b"e": b"?"}, {b"e": b'{"v":1,"state":"finished"}'}],
+)
+def test_a_damaged_entry_is_refused(fields: dict[bytes, bytes]) -> None:
+    with pytest.raises(ContractError):
+        decode_entry(b"1-1", fields)
+
+
+def test_no_request_id_can_reach_the_keys_of_another_thing() -> None:
+    hostile = ("worker:w1", "due", "events", "}:req", "a}:out", "reader:x:open")
+    others = {keys.DUE, keys.EVENTS, keys.worker("w1"), keys.held("w1"), keys.reader_open("x"), keys.request("a")}
+    assert {keys.request(request_id) for request_id in hostile} & others == set()
+    assert {keys.out(request_id) for request_id in hostile} & others == set()
+
+
+def test_the_scripts_see_the_same_templates_as_python() -> None:
+    constants = keys.lua_constants()
+    assert f'local REQUEST = "{keys.request("%s")}"' in constants
+    assert f'local QUEUE_CONTINUE = "{keys.queue_continue("%s", "%s")}"' in constants

@@ -1,0 +1,84 @@
+"""Settings: defaults, limits, and that a bad value names its variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, num_workers
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    web, worker, bridge = WebSettings.from_env({}), WorkerSettings.from_env({}), BridgeSettings.from_env({})
+    assert (web.host, web.port, web.max_waiting) == ("127.0.0.1", 8080, 256)
+    assert (worker.model, worker.variant, worker.max_num_seqs) == ("smollm2-135m-instruct", "bf16", 32)
+    assert (worker.lease_ms, worker.heartbeat_ms, worker.stall_limit_s) == (500, 100, 30)
+    assert bridge.data_dir == Path("var").absolute()
+    assert web.redis_url == worker.redis_url == bridge.redis_url == f"unix://{Path('var').absolute()}/redis.sock?db=0"
+
+
+def test_an_empty_value_is_the_default() -> None:
+    assert WebSettings.from_env({"PORT": " ", "HOST": ""}).port == 8080
+
+
+def test_the_embedded_server_follows_the_data_folder() -> None:
+    assert WebSettings.from_env({"DATA_DIR": "/somewhere"}).redis_url == "unix:///somewhere/redis.sock?db=0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "eighty"),
+        ("PORT", "65536"),
+        ("PORT", "-1"),
+        ("PORT", "8_080"),
+        ("PORT", "\u0661"),
+        ("MAX_WAITING", "0"),
+        ("MAX_WAITING", "9" * 30),
+        ("REDIS_URL", "http://x"),
+        ("LEASE_MS", "49"),
+        ("STREAM_TTL_S", "0"),
+        ("FIRST_TOKEN_DEADLINE_S", "1.5"),
+        ("LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_value_of_the_web_process_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} must"):
+        WebSettings.from_env({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VARIANT", "int3"),
+        ("DEVICE", "tpu"),
+        ("NUM_THREADS", "-1"),
+        ("KV_CACHE_TOKENS", "15"),
+        ("MAX_MODEL_LEN", "many"),
+        ("MAX_NUM_SEQS", "0"),
+        ("HEARTBEAT_MS", "9"),
+        ("STALL_LIMIT_S", "0"),
+        ("SCRIPTED_STEP_MS", "-5"),
+    ],
+)
+def test_a_bad_value_of_the_worker_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} must"):
+        WorkerSettings.from_env({name: value})
+
+
+def test_a_lease_must_outlast_a_missed_heartbeat() -> None:
+    with pytest.raises(SettingsError, match=r"^LEASE_MS must be at least twice HEARTBEAT_MS"):
+        WorkerSettings.from_env({"LEASE_MS": "150", "HEARTBEAT_MS": "100"})
+
+
+def test_a_step_must_hold_a_token_of_every_sequence() -> None:
+    assert WorkerSettings.from_env({"MAX_NUM_SEQS": "1000"}).max_num_batched_tokens == 1000
+    with pytest.raises(SettingsError, match=r"^MAX_NUM_BATCHED_TOKENS must be at least MAX_NUM_SEQS"):
+        WorkerSettings.from_env({"MAX_NUM_SEQS": "64", "MAX_NUM_BATCHED_TOKENS": "32"})
+
+
+def test_a_bad_number_of_workers_names_its_variable() -> None:
+    assert num_workers({}) == 1
+    with pytest.raises(SettingsError, match=r"^WORKERS must"):
+        num_workers({"WORKERS": "two"})
