@@ -101,6 +101,12 @@ class Cell:
         self.processes.append(process)
         return process
 
+    def end(self, name: str) -> int:
+        """End the process of that name in good order. Returns its exit status."""
+        process = next(process for process in self.processes if process.name == name)
+        self.processes.remove(process)
+        return process.end()
+
     def workers(self) -> list[WorkerInfo]:
         """The live ones."""
         return [info for info, _ in self.records.workers()]

@@ -209,7 +209,8 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def print_ready(origin: str, model: str, seconds: float, console: Console) -> None:
     """The address, and a request to paste into a shell."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sea salt?"}]})
+    message = {"role": "user", "content": "Why is the sea salt?"}
+    body = json.dumps({"model": model, "messages": [message], "max_tokens": 100})
     curl = f"curl {origin}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"\nServing at {origin}/v1 after {seconds:.1f} s. Try:\n\n  {curl}\n", soft_wrap=True, markup=False)
 
