@@ -20,6 +20,8 @@ from torch import Tensor
 
 _TILE = 16
 """The number of rows that defines a result; others are used where they give the same bits."""
+_MAX_STAND_IN = 65_536
+"""Outputs of the stand-in that is measured for a large vocabulary: beyond that many, no kernel divides them anew."""
 _CANDIDATES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 torch_mkldnn = torch.ops.mkldnn
@@ -86,10 +88,11 @@ class Linear:
         Runs a stand-in of the same shape on sums that cancel: what is left of them is rounding, so that any other
         order of summation shows. With plain random numbers one row in twenty would show it.
         """
-        rows, weight = cancelling(max_rows, self.out_features, self.in_features)
-        bias = None if self._bias is None else torch.zeros_like(self._bias)
-        stand_in = Linear(weight.to(self.device, self.dtype), bias)
-        return RowCounts.measure(stand_in._run, rows.to(self.device, self.dtype))
+        out_features = min(self.out_features, _MAX_STAND_IN)
+        rows, weight = cancelling(max_rows, out_features, self.in_features, self.dtype)
+        bias = None if self._bias is None else torch.zeros_like(self._bias[:out_features])
+        stand_in = Linear(weight.to(self.device), bias)
+        return RowCounts.measure(stand_in._run, rows.to(self.device))
 
     def _run(self, x: Tensor) -> Tensor:
         if self._is_packed:
@@ -98,7 +101,9 @@ class Linear:
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
 
-def cancelling(num_rows: int, num_columns: int, inner: int) -> tuple[Tensor, Tensor]:
+def cancelling(
+    num_rows: int, num_columns: int, inner: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """[rows, inner] and [columns, inner] whose products are sums of pairs that cancel, the pairs scattered."""
     generator = torch.Generator().manual_seed(0)
     order, half = torch.randperm(inner, generator=generator), inner // 2
@@ -107,7 +112,8 @@ def cancelling(num_rows: int, num_columns: int, inner: int) -> tuple[Tensor, Ten
     left[:, order[:half]], left[:, order[half : 2 * half]] = values, -values
     weights = torch.randn(len(right), half, generator=generator)
     right[:, order[:half]], right[:, order[half : 2 * half]] = weights, weights
-    return left, right.repeat(-(-num_columns // len(right)), 1)[:num_columns]  # a large vocabulary repeats columns
+    repeats = -(-num_columns // len(right))
+    return left.to(dtype), right.to(dtype).repeat(repeats, 1)[:num_columns]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -176,8 +176,8 @@ class Decoder:
         config, group = self.config, self.config.num_heads // self.config.num_kv_heads
         full, few = PREFILL_TILE * group, -(-group // 4) * 4
         for inner, columns in ((config.head_dim, CHUNK), (CHUNK, config.head_dim)):
-            pairs = [cancelling(full, columns, inner) for _ in range(4)]
-            left, right = (torch.stack(side).to(self.device, self.dtype) for side in zip(*pairs, strict=True))
+            pairs = [cancelling(full, columns, inner, self.dtype) for _ in range(4)]
+            left, right = (torch.stack(side).to(self.device) for side in zip(*pairs, strict=True))
             expected = torch.bmm(left, right.transpose(1, 2))
             for part in (slice(0, few), slice(full - few, full)):
                 if not torch.equal(expected[:, part], torch.bmm(left[:, part], right.transpose(1, 2))):
