@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from openai import OpenAI, Stream
 from openai.types.chat import ChatCompletionChunk
 
 from tasks import keys
-from tasks.contract import TerminalEvent, WorkerInfo, decode_entry
+from tasks.contract import TerminalEvent, decode_entry
 from tokenferry.cell import HOST, Cell
 
 STATES_OF_THE_END = {b"finished", b"cancelled", b"failed"}
@@ -130,12 +130,13 @@ class TestedCell(Cell):
         assert state is not None, f"{request_id} has no record"
         return state.attempt
 
-    def kill_engine_of(self, request_id: str) -> WorkerInfo:
-        """SIGKILL the engine process that has this request."""
+    def kill_engine_of(self, request_id: str) -> None:
+        """SIGKILL the engine process that has this request, unless another kill was faster."""
         worker = self.worker_of(request_id)
-        holder = next(info for info in self.workers() if info.worker == worker)
-        os.kill(holder.pid, signal.SIGKILL)
-        return holder
+        for info in self.workers():
+            if info.worker == worker:
+                with suppress(ProcessLookupError):
+                    os.kill(info.pid, signal.SIGKILL)
 
     def wait_quiet(self, timeout_s: float = 20.0) -> None:
         """Wait until nothing is left of any request: no slot, no block, no held entry, no reader, no open record."""

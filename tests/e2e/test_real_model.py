@@ -1,4 +1,4 @@
-"""The straight line with a real model: the default checkpoint, two workers, the `openai` client, a kill in between."""
+"""The straight line with a real model: the default checkpoint, two workers, the `openai` client, and a kill."""
 
 from __future__ import annotations
 
