@@ -71,12 +71,19 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread and leave, if Redis lets us."""
+        """End the thread and leave, if Redis lets us.
+
+        What is held still (the engine did not let go in time) is for the watchdog, at once: the lease is over.
+        """
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        worker, model = self._info.worker, self._info.model
         try:
-            self._records.leave(self._info.worker, self._info.model)
+            if self._records.held(worker):
+                self._records.expire_lease(worker, model)
+            else:
+                self._records.leave(worker, model)
         except RedisError as error:
             log.warning("left without saying so, the lease will run out: %s", error)
 

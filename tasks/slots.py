@@ -6,6 +6,7 @@ Owns the actor threads. A thread is a batch slot: it runs one message at a time 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from queue import Queue
 from typing import Any
@@ -49,11 +50,12 @@ class SlotWorker(dramatiq.Worker):
         self.broker.emit_after("worker_boot", self)
 
     def stop(self, timeout: int = 600_000) -> None:
-        """End the actor threads once they are done, then the consumer. `timeout` in milliseconds, for each thread."""
+        """End the actor threads once they are done, then the consumer. `timeout` in milliseconds, for all of it."""
+        deadline_s = time.monotonic() + timeout / 1000
         self.broker.emit_before("worker_shutdown", self)
         for _ in self.workers:
             self._work.put(None)
         for thread in self.workers:
-            thread.join(timeout / 1000)
-        self.consumer.stop(timeout / 1000)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self.consumer.stop(max(0.1, deadline_s - time.monotonic()))
         self.broker.emit_after("worker_shutdown", self)

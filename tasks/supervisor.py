@@ -42,6 +42,7 @@ class Supervisor:
         new_id: Callable[[], str],
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], bool] | None = None,
+        kill_after_s: float = KILL_AFTER_S,
     ) -> None:
         """`spawn` starts the worker of that id; `declare_dead` ends the lease that it may have left behind.
 
@@ -51,9 +52,11 @@ class Supervisor:
         self._declare_dead = declare_dead
         self._new_id = new_id
         self._monotonic = monotonic
+        self._kill_after_s = kill_after_s
         self._stopping = threading.Event()
         self._pause = pause or self._stopping.wait
         self._child: Child | None = None
+        self._killer: threading.Timer | None = None
 
     def run(self) -> int:
         """Until `stop`, or until the child says that it cannot serve. Returns the exit status."""
@@ -88,10 +91,12 @@ class Supervisor:
             self._end(child)
         status = child.wait()
         self._child = None
+        if self._killer is not None:
+            self._killer.cancel()
         return status
 
     def _end(self, child: Child) -> None:
         child.terminate()
-        killer = threading.Timer(KILL_AFTER_S, child.kill)
-        killer.daemon = True
-        killer.start()
+        self._killer = threading.Timer(self._kill_after_s, child.kill)
+        self._killer.daemon = True
+        self._killer.start()

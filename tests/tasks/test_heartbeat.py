@@ -76,3 +76,12 @@ def test_stopping_ends_the_thread_and_leaves(room: Room) -> None:
     room.heartbeat.stop(10)
     assert room.live() == []
     assert room.cell.records.expired_workers(10**15) == [(MODEL, "w1")]
+
+
+def test_a_worker_that_leaves_with_requests_in_its_hands_is_left_to_the_watchdog(room: Room) -> None:
+    room.heartbeat.tick()
+    room.cell.submit()
+    room.cell.claim(worker="w9")
+    room.heartbeat.stop(0)
+    assert room.live() == []
+    assert (MODEL, "w9") in room.cell.records.expired_workers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,7 @@ class Child:
         self.status = status
         self.while_it_runs = while_it_runs
         self.num_terminated = 0
+        self.killed = threading.Event()
 
     def wait(self) -> int:
         self.while_it_runs()
@@ -23,11 +25,11 @@ class Child:
         self.num_terminated += 1
 
     def kill(self) -> None:
-        raise AssertionError("not in these tests")
+        self.killed.set()
 
 
 class Room:
-    def __init__(self) -> None:
+    def __init__(self, kill_after_s: float = 60.0) -> None:
         self.now_s = 0.0
         self.lives: list[tuple[int, Callable[[], object]]] = []
         self.children: list[Child] = []
@@ -41,6 +43,7 @@ class Room:
             new_id=lambda: next(ids),
             monotonic=lambda: self.now_s,
             pause=self.pause,
+            kill_after_s=kill_after_s,
         )
 
     @staticmethod
@@ -106,6 +109,24 @@ def test_stopping_ends_the_child_once_however_often_it_is_asked(room: Room) -> N
     assert room.supervisor.run() == 0
     assert room.children[0].num_terminated == 1
     assert room.pauses == []
+
+
+def test_a_child_that_does_not_end_is_killed() -> None:
+    room = Room(kill_after_s=0.01)
+
+    def hang() -> None:
+        room.supervisor.stop()
+        assert room.children[0].killed.wait(10)
+
+    room.lives = [(-9, hang)]
+    assert room.supervisor.run() == 0
+
+
+def test_a_child_that_ended_is_not_killed(room: Room) -> None:
+    room.lives = [(0, room.supervisor.stop)]
+    room.supervisor.run()
+    assert room.supervisor._killer is not None
+    assert room.supervisor._killer.finished.is_set()
 
 
 def test_a_stop_while_the_child_is_being_started_ends_it(room: Room) -> None:

@@ -19,7 +19,7 @@ from decode.scripted import SCRIPTED_MAX_MODEL_LEN, generate
 from tasks import keys
 from tasks.broker import build_broker
 from tasks.clients import connect
-from tasks.contract import WorkerInfo
+from tasks.contract import GenerationJob, TerminalEvent, TokenEvent, WorkerInfo, decode_entry
 from tasks.record import Reoffer, RequestRecords
 from tasks.submit import Submitter
 from tasks.supervisor import EXIT_CANNOT_SERVE
@@ -83,6 +83,19 @@ class Processes:
 
         self.wait_until(there, f"{num_tokens} tokens of {request_id}")
 
+    def assert_exact(self, job: GenerationJob) -> None:
+        """The whole stream is what the scripted model says, in order, with one end."""
+        entries = self.redis.xrange(keys.out(job.request_id))
+        events = [decode_entry(entry, fields) for entry, fields in entries]
+        expected = generate(job.prompt_token_ids, job.sampling, SCRIPTED_MAX_MODEL_LEN)[0]
+        tokens: list[int] = []
+        for event in events[:-1]:
+            assert isinstance(event, TokenEvent)
+            assert event.index == len(tokens)
+            tokens.extend(event.token_ids)
+        assert isinstance(events[-1], TerminalEvent)
+        assert tokens == expected
+
     def end(self) -> None:
         for popen in self.popens:
             try:
@@ -123,10 +136,28 @@ def test_a_killed_engine_is_declared_dead_at_once_and_replaced(processes: Proces
     processes.wait_until(lambda: processes.records.state("r1").is_over, "the end")  # type: ignore[union-attr]
     [second] = processes.live()
     assert second.worker != first.worker
-    entries = processes.redis.xrange(keys.out("r1"))
-    tokens = b"".join(fields[b"t"] for _, fields in entries if b"t" in fields)
-    expected = generate(made.prompt_token_ids, made.sampling, SCRIPTED_MAX_MODEL_LEN)[0]
-    assert list(memoryview(tokens).cast("I")) == expected
+    processes.assert_exact(made)
+
+
+def test_a_worker_that_was_stopped_for_longer_than_its_lease_is_fenced_out(processes: Processes) -> None:
+    processes.start()
+    [first] = processes.wait_live()
+    made = job("r1", model=MODEL, max_tokens=300)
+    processes.submitter.submit(made, reader=None, max_waiting=9)
+    processes.wait_tokens("r1", 5)
+    os.kill(first.pid, signal.SIGSTOP)
+    processes.wait_until(lambda: processes.records.expired_workers(), "the lease runs out")
+    processes.start()
+    processes.wait_live()
+    reoffer = processes.records.reoffer("r1", 1, "worker_lost")
+    assert isinstance(reoffer, Reoffer)
+    processes.submitter.requeue(reoffer)
+    processes.wait_tokens("r1", 100)
+    os.kill(first.pid, signal.SIGCONT)
+    processes.wait_until(lambda: processes.records.state("r1").is_over, "the end")  # type: ignore[union-attr]
+    processes.wait_live(2)
+    processes.assert_exact(made)
+    processes.wait_until(lambda: "fenced out, stale" in processes.log.read_text(), "the first one notices")
 
 
 def test_one_or_two_sigterms_drain_the_worker_within_four_seconds(processes: Processes) -> None:
@@ -166,12 +197,7 @@ def test_a_restart_of_redis_loses_nothing(processes: Processes) -> None:
     processes.valkey.wait_until_ready()
     processes.wait_tokens("r1", 400)
     processes.wait_until(lambda: processes.records.state("r1").is_over, "the end")  # type: ignore[union-attr]
-    entries = processes.redis.xrange(keys.out("r1"))
-    tokens = b"".join(fields[b"t"] for _, fields in entries if b"t" in fields)
-    assert (
-        list(memoryview(tokens).cast("I"))
-        == generate(made.prompt_token_ids, made.sampling, SCRIPTED_MAX_MODEL_LEN)[0]
-    )
+    processes.assert_exact(made)
     processes.submitter.submit(job("r2", model=MODEL, max_tokens=2), reader=None, max_waiting=9)
     processes.wait_tokens("r2", 2)
 
