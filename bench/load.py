@@ -78,6 +78,7 @@ class Stream(asyncio.Protocol):
         self._chunked = False
         self._status = 0
         self._done = False
+        self._failed = False
         self._usage: dict[str, Any] | None = None
         self._sent_s = self._last_s = 0.0
         self._transport: asyncio.Transport | None = None
@@ -103,6 +104,8 @@ class Stream(asyncio.Protocol):
             return
         if self._status != 200:
             self._tally.errors[f"HTTP {self._status}: {bytes(self._text[:200]).decode(errors='replace')}"] += 1
+        elif self._failed:
+            pass  # counted when it was read
         elif not self._done:
             self._tally.errors["stream ended without [DONE]"] += 1
         elif self._usage is None:
@@ -156,6 +159,7 @@ class Stream(asyncio.Protocol):
             return
         event = orjson.loads(data)
         if event.get("error"):
+            self._failed = True
             self._tally.errors[f"in the stream: {event['error'].get('message', event['error'])}"] += 1
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices") or ():

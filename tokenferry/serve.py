@@ -195,6 +195,8 @@ def is_ready(host: str, port: int) -> bool:
 def print_plan(plan: Plan, console: Console) -> None:
     """The start-up summary: what runs where, with what, and how big."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     worker = plan.worker
     table.add_row("model", plan.model + (f"  ({plan.checkpoint})" if plan.checkpoint else "  (no weights)"))
     if plan.checkpoint:

@@ -33,6 +33,8 @@ MAX_SOCKET_PATH = 103
 """Bytes of a Unix socket's path that every system takes (108 on Linux, 104 on macOS, with the closing zero)."""
 GRACE_S = 3.8
 """How long clients may take to leave at shutdown; honcho kills 5 s after its SIGTERM."""
+QUIET_S = 0.3
+"""How long no client has to be connected before we believe that all have left: some connect once more to say so."""
 RESTARTS = 5
 """Deaths in a row, before the server answered once, after which we give up."""
 
@@ -197,7 +199,10 @@ def _watch(valkey: Valkey, stop: threading.Event) -> None:
 
 def _wait_for_clients_to_leave(valkey: Valkey) -> None:
     deadline = time.monotonic() + GRACE_S
-    while valkey.num_clients() > 0 and time.monotonic() < deadline:
+    last_seen_s = time.monotonic()
+    while (now_s := time.monotonic()) < deadline and now_s - last_seen_s < QUIET_S:
+        if valkey.num_clients() > 0:
+            last_seen_s = now_s
         time.sleep(0.05)
 
 

@@ -85,7 +85,8 @@ def test_any_cut_of_the_bytes_gives_the_same_figures(cut: int, coding: str) -> N
 )
 def test_every_failure_is_counted_with_its_reason(data: bytes, error: str) -> None:
     errors = read(data, 10_000).errors
-    assert any(error in reason for reason in errors), errors
+    assert [error in reason for reason in errors] == [True], errors
+    assert sum(errors.values()) == 1
 
 
 def test_a_server_that_is_not_there_is_an_error_not_a_crash() -> None:
