@@ -48,13 +48,9 @@ def malformed(message: str, code: str = "invalid_json") -> ApiError:
 
 
 def body_too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    return ApiError(
-        413,
-        f"The request body is larger than the limit of {max_bytes} bytes.",
-        code="body_too_large",
-        headers={"connection": "close"},
-    )
+    # NOTE: the connection is kept: the HTTP server reads the rest and drops it, so that a client which sends first
+    # and reads later sees this answer, and not a reset.
+    return ApiError(413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large")
 
 
 def model_not_found(model: str) -> ApiError:

@@ -55,8 +55,7 @@ def run(settings: WebSettings) -> None:
     # What is there now stays: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    host, port = listener.getsockname()[:2]
-    logger.info("%s serves %s on http://%s:%d/v1", reader_id, model, host, port)
+    logger.info("%s serves %s", reader_id, model)
     Server(application).run(sockets=[listener])
 
 

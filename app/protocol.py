@@ -139,6 +139,11 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            logger.info("listening on http://%s:%d/v1", *listener.getsockname()[:2])
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A process manager sends more than one signal: only the first means anything."""
         if self._is_ending or self._loop is None:

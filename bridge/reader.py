@@ -131,6 +131,8 @@ class Reader:
         self._wake()
         if self._thread is not None:
             self._thread.join(timeout=2)
+        if self._thread is None or not self._thread.is_alive():
+            self._xread.close()
         self._waker.shutdown(wait=False, cancel_futures=True)
         if keep_lease:
             return

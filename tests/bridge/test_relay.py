@@ -1,0 +1,275 @@
+"""One answer as a client sees it: opening, text, ending or one error; and the clean-up, whatever happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from bridge.relay import ClientGone, Relay
+from bridge.sse import KEEP_ALIVE
+from bridge.subscription import Subscription
+from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
+
+END = TerminalEvent(2, 1, "finished", "stop")
+
+
+class Nobody:
+    """A reader that reads nothing: the test hands the events over."""
+
+    window = 100
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def add(self, subscription: Subscription, position: bytes) -> object:
+        return "feed"
+
+    def remove(self, feed: object) -> None:
+        pass
+
+
+class Letters:
+    """Token 65 is "A"; "Z" completes a stop string; "Y" cannot be rendered; "." gives nothing yet."""
+
+    def __init__(self) -> None:
+        self.is_satisfied = False
+
+    def opening(self) -> bytes:
+        return b"["
+
+    def tokens(self, events: list[TokenEvent]) -> bytes:
+        text = "".join(chr(token) for event in events for token in event.token_ids)
+        if "Y" in text:
+            raise ZeroDivisionError
+        text, stop, _ = text.partition("Z")
+        self.is_satisfied = bool(stop)
+        return text.replace(".", "").encode()
+
+    def ending(self, end: TerminalEvent) -> bytes:
+        return f"{end.state}]".encode()
+
+    def failure(self, error: Exception) -> bytes:
+        return f"!{type(error).__name__}".encode()
+
+
+class Socket:
+    """An outlet."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+
+class Answer:
+    def __init__(self, outlet: Socket | None) -> None:
+        self.closed: list[tuple[str, str]] = []
+        self.subscription = Subscription(Nobody(), "a", -1)  # type: ignore[arg-type]
+        self.relay = Relay(
+            self.subscription,
+            Letters(),
+            lambda state, reason: self.closed.append((state, reason)),
+            keep_alive_s=3600,
+            outlet=outlet,
+        )
+
+    def come(self, *events: StreamEvent) -> None:
+        self.subscription.accept(self.subscription._feed, list(events), b"1-1")  # type: ignore[arg-type]
+
+    def say(self, index: int, text: str) -> TokenEvent:
+        return TokenEvent(index, 1, tuple(text.encode()))
+
+    async def rest(self) -> bytes:
+        return b"".join([part async for part in self.relay])
+
+
+def run(test: Callable[[Answer], Coroutine[Any, Any, None]], outlet: Socket | None = None) -> None:
+    async def main() -> None:
+        await test(Answer(outlet))
+
+    asyncio.run(main())
+
+
+def test_an_answer_is_opening_text_and_ending() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "A"))
+        assert await anext(answer.relay) == b"A"
+        answer.come(answer.say(1, "B"), END)
+        assert await answer.rest() == b"Bfinished]"
+        assert answer.closed == []
+
+    run(test)
+
+
+def test_a_batch_without_text_sends_nothing() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "."))
+        following = asyncio.ensure_future(anext(answer.relay))
+        await asyncio.sleep(0)
+        assert not following.done()
+        answer.come(answer.say(1, "B"))
+        assert await following == b"B"
+
+    run(test)
+
+
+def test_silence_becomes_keep_alive_comments() -> None:
+    async def test(answer: Answer) -> None:
+        relay = Relay(answer.subscription, Letters(), lambda *end: None, keep_alive_s=0)
+        assert [await anext(relay) for _ in range(3)] == [b"[", KEEP_ALIVE, KEEP_ALIVE]
+
+    run(test)
+
+
+def test_a_stop_string_closes_the_request_once_and_later_tokens_are_not_shown() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "AZB"))
+        assert await anext(answer.relay) == b"A"
+        assert answer.closed == [("finished", "stop")]
+        answer.come(answer.say(3, "CZ"))
+        answer.come(TerminalEvent(5, 1, "finished", "stop"))
+        assert await answer.rest() == b"finished]"
+        answer.relay.finish()
+        assert answer.closed == [("finished", "stop")]
+
+    run(test)
+
+
+def test_an_answer_that_cannot_be_rendered_ends_with_an_error_and_is_cancelled() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "Y"))
+        assert await answer.rest() == b"!ZeroDivisionError"
+        assert answer.closed == [("cancelled", "reader_lost")]
+
+    run(test)
+
+
+def test_a_client_that_left_gets_nothing_and_the_request_is_cancelled_once() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.subscription.fail(ClientGone())
+        assert await answer.rest() == b""
+        answer.relay.finish()
+        assert answer.closed == [("cancelled", "disconnect")]
+
+    run(test)
+
+
+def test_an_answer_that_nobody_iterates_to_its_end_is_cancelled() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        await answer.relay.close()
+        assert answer.closed == [("cancelled", "disconnect")]
+        assert await answer.rest() == b""
+
+    run(test)
+
+
+def test_a_cancelled_task_cancels_the_request() -> None:
+    async def test(answer: Answer) -> None:
+        task = asyncio.ensure_future(answer.rest())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert answer.closed == [("cancelled", "disconnect")]
+
+    run(test)
+
+
+def test_a_finished_answer_is_not_cancelled_by_the_clean_up() -> None:
+    async def test(answer: Answer) -> None:
+        answer.come(END.__class__(0, 1, "finished", "stop"))
+        assert await answer.rest() == b"[finished]"
+        answer.relay.finish()
+        assert answer.closed == []
+
+    run(test)
+
+
+def test_tokens_go_straight_to_the_outlet_while_the_task_waits() -> None:
+    socket = Socket()
+
+    async def test(answer: Answer) -> None:
+        rest = asyncio.ensure_future(answer.rest())
+        await asyncio.sleep(0)
+        answer.come(answer.say(0, "A"))
+        assert socket.written == b"A"
+        answer.come(answer.say(1, "B"))
+        assert socket.written == b"AB"
+        answer.come(END)
+        assert await rest == b"[finished]"
+
+    run(test, socket)
+
+
+def test_a_client_that_does_not_keep_up_is_served_by_the_task() -> None:
+    socket = Socket()
+
+    async def test(answer: Answer) -> None:
+        rest = asyncio.ensure_future(answer.rest())
+        await asyncio.sleep(0)
+        answer.come(answer.say(0, "A"))
+        socket.is_ready = False
+        answer.come(answer.say(1, "B"))
+        answer.come(answer.say(2, "C"))
+        await asyncio.sleep(0)
+        socket.is_ready = True
+        answer.come(answer.say(3, "D"), TerminalEvent(4, 1, "finished", "stop"))
+        assert socket.written == b"A"
+        assert await rest == b"[BCDfinished]"
+
+    run(test, socket)
+
+
+def test_tokens_do_not_overtake_what_the_task_has_not_sent() -> None:
+    socket = Socket()
+
+    async def test(answer: Answer) -> None:
+        answer.come(answer.say(0, "A"))
+        answer.come(answer.say(1, "B"))
+        assert socket.written == b""
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(2, "C"))
+        assert socket.written == b""
+        assert await anext(answer.relay) == b"ABC"
+
+    run(test, socket)
+
+
+def test_a_stop_string_on_the_way_to_the_outlet_closes_the_request() -> None:
+    socket = Socket()
+
+    async def test(answer: Answer) -> None:
+        rest = asyncio.ensure_future(answer.rest())
+        await asyncio.sleep(0)
+        answer.come(answer.say(0, "AZ"))
+        assert (socket.written, answer.closed) == (b"A", [("finished", "stop")])
+        answer.come(answer.say(2, "B"))
+        answer.come(TerminalEvent(3, 1, "finished", "stop"))
+        assert await rest == b"[finished]"
+        assert (socket.written, answer.closed) == (b"A", [("finished", "stop")])
+
+    run(test, socket)
+
+
+def test_a_failure_on_the_way_to_the_outlet_is_told_by_the_task() -> None:
+    socket = Socket()
+
+    async def test(answer: Answer) -> None:
+        rest = asyncio.ensure_future(answer.rest())
+        await asyncio.sleep(0)
+        answer.come(answer.say(0, "Y"))
+        assert await rest == b"[!ZeroDivisionError"
+        assert answer.closed == [("cancelled", "reader_lost")]
+
+    run(test, socket)
