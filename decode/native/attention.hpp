@@ -45,7 +45,10 @@ inline void append_token(const Cache& cache, uint8_t* block, int slot, const flo
   int8_t q[kMaxHeadDim];
   const int dim = cache.head_dim;
   cache.key_scales(block)[slot] = quantize_head(key, dim, q);
-  for (int i = 0; i < dim; i++) block[(i / 4) * 64 + slot * 4 + i % 4] = uint8_t(q[i] + 128);
+  for (int i = 0; i < dim; i += 4) {
+    const int32_t biased = load_word(q + i) ^ int32_t(0x80808080);
+    std::memcpy(block + i * 16 + slot * 4, &biased, 4);
+  }
   cache.value_scales(block)[slot] = quantize_head(value, dim, q);
   uint8_t* v = cache.values(block) + (slot / 4) * 64 + slot % 4;
   for (int i = 0; i < dim; i++) v[(i / 16) * 256 + (i % 16) * 4] = uint8_t(q[i]);
@@ -112,10 +115,10 @@ TF_INLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, in
   }
   float top = std::max(s.top[row], max_lanes(max(max(score[0], score[1]), max(score[2], score[3]))));
   for (int i = 0; i < 4; i++) {
-    weight[i] = exp2(score[i] - top);
+    weight[i] = exp2_weight(score[i] - top);
     if (!whole) weight[i] = select(seen[i], weight[i], vf{});  // a masked score is not below the range of exp2
   }
-  float decay = exp2(splat(s.top[row] - top))[0];
+  float decay = s.top[row] == top ? 1.0f : exp2_weight(splat(s.top[row] - top))[0];
   s.total[row] = s.total[row] * decay + sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
   s.top[row] = top;
   s.decay[row] = decay;

@@ -133,21 +133,27 @@ TF_INLINE int32_t sum_lanes_i(vi v) {
 #endif
 }
 
-// 2^x, x clamped to [-126, 127]; relative error below 3e-7, and exactly 1 at 0.
-TF_INLINE vf exp2(vf x) {
+// 2^x from the nearest integer n and 2^(x - n) by a polynomial that is exactly 1 at 0; x in [-126, 127].
+template <int N>
+TF_INLINE vf exp2_by(vf x, const float (&coefficients)[N]) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
-  x = min(max(x, splat(-126.0f)), splat(127.0f));
-  vf t = x + magic;
-  vf n = t - magic;
-  vf r = x - n;
-  vf p = splat(0x1.444004p-13f);
-  p = fma(p, r, splat(0x1.5f0896p-10f));
-  p = fma(p, r, splat(0x1.3b2a1cp-7f));
-  p = fma(p, r, splat(0x1.c6af6cp-5f));
-  p = fma(p, r, splat(0x1.ebfbe0p-3f));
-  p = fma(p, r, splat(0x1.62e430p-1f));
-  p = fma(p, r, splat(1.0f));
+  const vf t = x + magic, r = x - (t - magic);
+  vf p = splat(coefficients[0]);
+  for (int i = 1; i < N; i++) p = fma(p, r, splat(coefficients[i]));
   return as_float(as_int(p) + (as_int(t) << 23));
+}
+
+// 2^x, x clamped to [-126, 127]; relative error below 1e-7.
+TF_INLINE vf exp2(vf x) {
+  constexpr float c[] = {0x1.444004p-13f, 0x1.5f0896p-10f, 0x1.3b2a1cp-7f, 0x1.c6af6cp-5f,
+                         0x1.ebfbe0p-3f,  0x1.62e430p-1f,  1.0f};
+  return exp2_by(min(max(x, splat(-126.0f)), splat(127.0f)), c);
+}
+
+// 2^x for x <= 0, relative error below 8e-6: for weights that are rounded to 8 bits anyway.
+TF_INLINE vf exp2_weight(vf x) {
+  constexpr float c[] = {0x1.3cbf6cp-7f, 0x1.c96d7ep-5f, 0x1.ebfa4ap-3f, 0x1.62e2d2p-1f, 1.0f};
+  return exp2_by(max(x, splat(-126.0f)), c);
 }
 
 }  // namespace tf
