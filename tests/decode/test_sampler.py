@@ -91,6 +91,12 @@ def test_top_p_is_taken_of_what_top_k_left() -> None:
     assert set(draw(logits, replace(PLAIN, top_k=2, top_p=0.5))) == {2}  # 0.4 of 0.75 is more than half
 
 
+def test_top_p_that_is_reached_exactly_needs_no_further_token() -> None:
+    logits = logits_of(0.2, 0.5, 0.3)
+    largest = float(logits.softmax(-1).max())
+    assert set(draw(logits, replace(PLAIN, top_p=largest))) == {1}
+
+
 def test_equal_probabilities_at_the_edge_of_a_filter_all_stay() -> None:
     assert set(draw(torch.zeros(1, 6), replace(PLAIN, top_k=2))) == set(range(6))
 
