@@ -95,7 +95,6 @@ def test_max_completion_tokens_wins_over_max_tokens() -> None:
     run(test)
 
 
-@pytest.mark.xfail(reason="close writes no cached count and no worker into the terminal entry", strict=True)
 def test_a_stop_string_ends_the_answer_before_it_and_closes_the_request() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
