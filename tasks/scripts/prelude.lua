@@ -54,8 +54,15 @@ local function is_live(model, worker)
   return lease and tonumber(lease) > now
 end
 
--- The one way a record ends. `ended_by` is the attempt whose own append ended it, '' otherwise.
+-- The one way a record ends. `ended_by` is the attempt whose own append ended it, '' otherwise: then the terminal
+-- entry does not know yet who held the request and how much of its prompt was restored from the prefix cache.
 local function finish(r, state, reason, terminal, ended_by, stream_ttl)
+  if ended_by == '' then
+    local entry = cjson.decode(terminal)
+    entry.worker = r.worker
+    entry.num_cached_tokens = tonumber(r.cached) or 0
+    terminal = cjson.encode(entry)
+  end
   local out, req = OUT:format(r.id), REQUEST:format(r.id)
   redis.call('XADD', out, int(r.next_index + 1) .. '-' .. int(r.attempt), 'e', terminal)
   redis.call('HSET', req, 'state', state, 'reason', reason, 'ended_ms', int(now), 'ended_by', ended_by)

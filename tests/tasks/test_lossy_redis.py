@@ -21,7 +21,7 @@ from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, job
 
 NUM_REQUESTS = 30
-LOSS = 0.04
+LOSS = 0.08
 WAIT_S = 30.0
 
 
@@ -123,7 +123,7 @@ def test_every_request_ends_exactly_however_many_calls_get_lost(real_server: Red
             cell.tokens(made.request_id) == generate(made.prompt_token_ids, made.sampling, SCRIPTED_MAX_MODEL_LEN)[0]
         )
         assert cell.end(made.request_id).state == "finished"
-    assert fate.num_lost > 20
+    assert fate.num_lost > 10
     assert cell.redis.keys("*:held") == []
     assert records.open_of("web") == []
     assert records.num_waiting(MODEL) == 0

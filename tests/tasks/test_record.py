@@ -415,6 +415,15 @@ def test_a_request_is_closed_once(cell: Cell) -> None:
     assert (cell.state().state, cell.state().reason) == ("cancelled", "disconnect")
 
 
+def test_a_close_says_who_held_the_request_and_what_was_cached(cell: Cell) -> None:
+    cell.submit()
+    cell.claim()
+    cell.append(0, 5, cached=48)
+    message = 'the "stop" string / matched: \u00fc\u2028'
+    cell.records.close("r1", "finished", "stop", message, now_ms=cell.now_ms)
+    assert cell.end() == TerminalEvent(1, 1, "finished", "stop", message, "w1", 48)
+
+
 def test_closing_a_finished_request_changes_nothing(cell: Cell) -> None:
     cell.submit()
     cell.claim()
