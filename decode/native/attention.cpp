@@ -1,0 +1,126 @@
+#include "attention.hpp"
+
+namespace tf {
+
+namespace {
+
+template <int R>
+TF_INLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const float* scales, int dim, int row, int column) {
+  vi acc[R];
+  for (int r = 0; r < R; r++) acc[r] = splat_i(s.query_offset[row + r]);
+  const int32_t* q = s.query + row / 8 * (dim / 4) * 8 + row % 8;
+  for (int j = 0; j < dim / 4; j++) {
+    vi k = load_i(keys + 64 * j);
+    for (int r = 0; r < R; r++) acc[r] = dot4(acc[r], k, splat_i(q[j * 8 + r]));
+  }
+  vf key_scale = load(scales);
+  for (int r = 0; r < R; r++)
+    store(&s.score[row + r][column], to_float(acc[r]) * key_scale * s.query_scale[row + r]);
+}
+
+// One softmax update of `row` with the scores of the span that begins at token `start`.
+TF_INLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, int position, const vf (&value_scale)[4]) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const bool whole = oldest <= start && position >= start + kSpan - 1;
+  vf score[4], weight[4];
+  vi seen[4];
+  for (int i = 0; i < 4; i++) {
+    score[i] = load(&s.score[row][16 * i]);
+    if (!whole) {
+      vi token = lane + (start + 16 * i);
+      seen[i] = (token <= position) & (token >= oldest);
+      score[i] = select(seen[i], score[i], splat(kMasked));
+    }
+  }
+  float top = std::max(s.top[row], max_lanes(max(max(score[0], score[1]), max(score[2], score[3]))));
+  for (int i = 0; i < 4; i++) {
+    weight[i] = exp2_weight(score[i] - top);
+    if (!whole) weight[i] = select(seen[i], weight[i], vf{});  // a masked score is not below the range of exp2
+  }
+  float decay = s.top[row] == top ? 1.0f : exp2_weight(splat(s.top[row] - top))[0];
+  s.total[row] = s.total[row] * decay + sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
+  s.top[row] = top;
+  s.decay[row] = decay;
+  for (int i = 0; i < 4; i++) {
+    weight[i] = weight[i] * value_scale[i];
+    if (!whole) weight[i] = select(seen[i], weight[i], vf{});  // SAFETY: a slot not written yet may hold any scale
+  }
+  float most = max_lanes(max(max(weight[0], weight[1]), max(weight[2], weight[3])));
+  float inverse = most > 0x1p-100f ? 255.0f / most : 0.0f;
+  s.weight_scale[row] = most / 255.0f;
+  for (int i = 0; i < 4; i++) store_bytes(&s.weight[row][16 * i], to_int(weight[i] * inverse));
+}
+
+template <int R>
+TF_INLINE void sum_rows(AttentionScratch& s, const uint8_t* const (&values)[4], int blocks, int dim, int rows, int row) {
+  for (int d = 0; d < dim / 16; d++) {
+    vi acc[R];
+    for (int r = 0; r < R; r++) acc[r] = vi{};
+    for (int b = 0; b < blocks; b++)
+      for (int j = 0; j < 4; j++) {
+        vi v = load_i(values[b] + 256 * d + 64 * j);
+        for (int r = 0; r < R; r++) acc[r] = dot4(acc[r], splat_i(load_word(&s.weight[row + r][16 * b + 4 * j])), v);
+      }
+    float* sum = s.sum + (size_t(d) * rows + row) * 16;
+    for (int r = 0; r < R; r++) {
+      vf kept = load(sum + 16 * r) * s.decay[row + r];
+      store(sum + 16 * r, fma(to_float(acc[r]), splat(s.weight_scale[row + r]), kept));
+    }
+  }
+}
+
+// f.template operator()<R>(row) over groups of at most 8 rows that never straddle a multiple of 8.
+template <typename F>
+TF_INLINE void in_groups(int rows, F&& f) {
+  int row = 0;
+  for (; row + 8 <= rows; row += 8) f.template operator()<8>(row);
+  switch (rows - row) {
+    case 1: f.template operator()<1>(row); break;
+    case 2: f.template operator()<2>(row); break;
+    case 3: f.template operator()<3>(row); break;
+    case 4: f.template operator()<4>(row); break;
+    case 5: f.template operator()<5>(row); break;
+    case 6: f.template operator()<6>(row); break;
+    case 7: f.template operator()<7>(row); break;
+    default: break;
+  }
+}
+
+}  // namespace
+
+void attend(const Cache& cache, const Tile& tile, AttentionScratch& s) {
+  const int rows = tile.rows(), dim = cache.head_dim, last = tile.position(rows - 1);
+  std::fill(s.top, s.top + rows, kMasked);
+  std::fill(s.total, s.total + rows, 0.0f);
+  std::fill(s.sum, s.sum + size_t(rows) * dim, 0.0f);
+  for (int start = tile.oldest(tile.first_position) / kSpan * kSpan; start <= last; start += kSpan) {
+    const int blocks = std::min(kSpan, last - start + kCacheBlock) / kCacheBlock;
+    uint8_t* block[4];
+    const uint8_t* values[4];
+    vf value_scale[4] = {};
+    for (int b = 0; b < blocks; b++) {
+      block[b] = cache.block(tile.block_table[start / kCacheBlock + b], tile.kv_head);
+      values[b] = cache.values(block[b]);
+      value_scale[b] = load(cache.value_scales(block[b]));
+    }
+    for (int b = 0; b < 4 && start + kSpan + b * kCacheBlock <= last; b++) {
+      const uint8_t* next = cache.block(tile.block_table[(start + kSpan) / kCacheBlock + b], tile.kv_head);
+      for (size_t line = 0; line < Cache::block_bytes(dim); line += 64) __builtin_prefetch(next + line);
+    }
+    for (int b = 0; b < 4; b++) {
+      if (b < blocks)
+        in_groups(rows, [&]<int R>(int row) {
+          score_rows<R>(s, block[b], cache.key_scales(block[b]), dim, row, 16 * b);
+        });
+      else
+        for (int r = 0; r < rows; r++) store(&s.score[r][16 * b], splat(kMasked));
+    }
+    for (int r = 0; r < rows; r++) {
+      int position = tile.position(r);
+      weigh_row(s, r, start, tile.oldest(position), position, value_scale);
+    }
+    in_groups(rows, [&]<int R>(int row) { sum_rows<R>(s, values, blocks, dim, rows, row); });
+  }
+}
+
+}  // namespace tf
