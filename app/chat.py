@@ -126,6 +126,7 @@ class ChatCompletions:
         return Head(request_id, int(now_s), call.model, limits.fingerprint, len(prompt_token_ids))
 
     def _subscribe(self, request_id: str, connection: Connection) -> Subscription:
+        connection.name = request_id
         subscription = self._reader.subscribe(request_id)
         self._answers.add(subscription)
         connection.at_end(partial(self._answers.discard, subscription))

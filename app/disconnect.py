@@ -43,12 +43,15 @@ class Connection:
         "_send",
         "_watcher",
         "is_gone",
+        "name",
     )
 
     def __init__(
         self, receive: Receive, send: Send, abort: Callable[[], None] | None, clock: Callable[[], float]
     ) -> None:
         self.is_gone = False
+        self.name = "-"
+        """The request id, once there is one: for the log."""
         self._receive = receive
         self._send = send
         self._abort = abort
@@ -138,5 +141,5 @@ class DisconnectWatch:
         """Drops every client that has not read for longer than the stall limit."""
         for connection in list(self._open):
             if connection.blocked_s(now_s) >= self._stall_limit_s:
-                logger.info("a client did not read for %g s: dropped", self._stall_limit_s)
+                logger.info("%s client did not read for %g s: dropped", connection.name, self._stall_limit_s)
                 connection.drop()

@@ -15,20 +15,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
+from bridge.feeds import Batch, Feed, deliver, layers_of
 from bridge.subscription import StreamLost, Subscription
 from bridge.xread import Entries, Xread
 from tasks import keys
-from tasks.contract import ContractError, StreamEvent, decode_entry
+from tasks.contract import ContractError, decode_entry
 
 logger = logging.getLogger(__name__)
-
-Batch = list[tuple["Feed", list[StreamEvent], bytes]]
 
 
 class ReaderLease(Protocol):
@@ -36,18 +35,6 @@ class ReaderLease(Protocol):
 
     def reader_heartbeat(self, reader: str, lease_ms: int) -> object: ...
     def reader_leave(self, reader: str) -> object: ...
-
-
-class Feed:
-    """One subscriber's place in one stream. A rewound subscriber gets a new feed, so late batches of the old one
-    are recognised and dropped."""
-
-    __slots__ = ("key", "position", "subscription")
-
-    def __init__(self, key: bytes, position: bytes, subscription: Subscription) -> None:
-        self.key = key
-        self.position = position
-        self.subscription = subscription
 
 
 class Reader:
@@ -146,23 +133,26 @@ class Reader:
     def tick(self, now_s: float) -> bool:
         """One read of everything, handed over. False when Redis could not be reached. `now_s` is monotonic time."""
         fresh = self._take_changes()
+        batch: Batch = []
         try:
             if now_s - self._last_heartbeat_s >= self._heartbeat_s:
                 self._lease.reader_heartbeat(self.reader_id, self._lease_ms)
                 self._fail_vanished()
                 self._last_heartbeat_s = now_s
-            batch = self._read(block=not (fresh and len(self._layers) > 1))
+            self._read(batch, block=not (fresh and len(self._layers) > 1))
             if self._block_ms is not None and 0 < len(batch) < len(self._feeds) / 2:
                 # PERF: a step of the engine appends to all its streams one after the other, and the read returns at
                 # the first of them; after the pause the rest is there too, and all of it is handed over at once.
                 time.sleep(self._pace_s)
-                batch += self._read(block=False)
+                self._read(batch, block=False)
         except RedisError as error:
             self._note_outage(now_s, error)
             return False
+        finally:
+            # Also what came before an error: it will not be read again.
+            if batch:
+                self.loop.call_soon_threadsafe(deliver, batch)
         self._outage_since_s = None
-        if batch:
-            self.loop.call_soon_threadsafe(_deliver, batch)
         return True
 
     def _run(self) -> None:
@@ -190,11 +180,10 @@ class Reader:
                 self._feeds.pop(feed, None)
             changed = True
         if changed:
-            self._layers = _layers(self._feeds)
+            self._layers = layers_of(self._feeds)
         return changed
 
-    def _read(self, block: bool) -> Batch:
-        batch: Batch = []
+    def _read(self, batch: Batch, block: bool) -> None:
         for number, layer in enumerate(self._layers):
             positions = {key: feed.position for key, feed in layer.items()}
             if number == 0:
@@ -205,7 +194,6 @@ class Reader:
                     self._control_position = entries[-1][0]
                 elif (feed := layer.get(key)) is not None:
                     self._decode(feed, entries, batch)
-        return batch
 
     def _decode(self, feed: Feed, entries: Entries, batch: Batch) -> None:
         try:
@@ -242,11 +230,8 @@ class Reader:
     def _fail(self, feeds: Iterable[Feed], error: StreamLost) -> None:
         for feed in feeds:
             self._feeds.pop(feed, None)
-            self._call_on_loop(feed.subscription.fail, error)
-        self._layers = _layers(self._feeds)
-
-    def _call_on_loop(self, function: Callable[..., None], *args: object) -> None:
-        self.loop.call_soon_threadsafe(function, *args)
+            self.loop.call_soon_threadsafe(feed.subscription.fail, error)
+        self._layers = layers_of(self._feeds)
 
     def _wake(self) -> None:
         if self._wake_pending or self._block_ms is None:
@@ -260,19 +245,3 @@ class Reader:
         except RedisError as error:
             # The read returns by itself after block_ms, and then sees the change.
             logger.warning("%s reader not woken: %s", self.reader_id, error)
-
-
-def _layers(feeds: Iterable[Feed]) -> list[dict[bytes, Feed]]:
-    layers: list[dict[bytes, Feed]] = [{}]
-    for feed in feeds:
-        for layer in layers:
-            if layer.setdefault(feed.key, feed) is feed:
-                break
-        else:
-            layers.append({feed.key: feed})
-    return layers
-
-
-def _deliver(batch: Batch) -> None:
-    for feed, events, position in batch:
-        feed.subscription.accept(feed, events, position)

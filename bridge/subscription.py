@@ -1,8 +1,9 @@
 """One subscriber's bounded window on one request's stream, on the event loop.
 
-Owns the order: token indices are contiguous from where the subscription began, repeats are cut away, and a gap
-ends the subscription with an error. Refuses to know how streams are read (`bridge.reader`) and what happens to the
-events. `fail` is the one way in which anything else (a client that left, a shutdown, a lost stream) ends the wait.
+Owns the order: token indices are contiguous from where the subscription began, repeats are cut away, and a gap that
+is still there on a second look ends the subscription with an error. Refuses to know how streams are read
+(`bridge.reader`) and what happens to the events. `fail` is the one way in which anything else (a client that left, a
+shutdown, a lost stream) ends the wait.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING
 from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
 
 if TYPE_CHECKING:
-    from bridge.reader import Feed, Reader
+    from bridge.feeds import Feed
+    from bridge.reader import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Subscription:
         # None while this subscriber lags (its window is full) and after the end.
         self._feed: Feed | None = reader.add(self, START)
         self._has_ended = False
+        self._gap_at: int | None = None
 
     @property
     def is_lagging(self) -> bool:
@@ -124,8 +127,15 @@ class Subscription:
         self._num_tokens += len(token_ids)
 
     def _gap(self, event: StreamEvent) -> None:
-        logger.error("%s expected index %d, the stream has %d", self.request_id, self.next_index, event.index)
-        self.fail(StreamLost(f"token {self.next_index} is missing from the stream"))
+        if self._gap_at == self.next_index:
+            logger.error("%s expected index %d, the stream has %d", self.request_id, self.next_index, event.index)
+            self.fail(StreamLost(f"token {self.next_index} is missing from the stream"))
+            return
+        # A Redis that lost its last second gets those tokens again, perhaps in entries that begin before our
+        # position: read the stream from its start, once; what is known already is cut away.
+        self._gap_at = self.next_index
+        self._detach()
+        self._feed = self._reader.add(self, START)
 
     async def _wait(self, timeout_s: float) -> None:
         loop = self._reader.loop

@@ -145,7 +145,9 @@ def test_a_client_that_does_not_read_falls_back_and_catches_up_from_redis(outlet
     run(test, outlet=outlet)
 
 
-def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit() -> None:
+def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
         exchange = await web.chat(stream=True)
@@ -163,7 +165,9 @@ def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit
         assert exchange.task.done()
         assert end_of(web) == ("cancelled", "disconnect")
 
-    run(test, stall_limit_s=30.0)
+    with caplog.at_level("INFO"):
+        run(test, stall_limit_s=30.0)
+    assert "chatcmpl-1 client did not read for 30 s: dropped" in caplog.text
 
 
 def test_a_client_that_reads_slowly_but_reads_is_kept() -> None:

@@ -196,6 +196,20 @@ def test_a_full_queue_asks_the_client_to_come_back() -> None:
     run(test, max_waiting=2)
 
 
+def test_the_longer_the_queue_the_later_the_client_is_asked_to_come_back() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.chat(stream=True)
+        seconds, _ = web.redis.time()  # type: ignore[misc]
+        web.redis.zadd("tf:waiting:scripted", {"chatcmpl-1": (seconds - 20) * 1000})
+        exchange = await web.chat(stream=True)
+        assert 20 <= int(exchange.headers["retry-after"]) <= 22
+        web.redis.zadd("tf:waiting:scripted", {"chatcmpl-1": (seconds - 2000) * 1000})
+        assert (await web.chat(stream=True)).headers["retry-after"] == "60"
+
+    run(test, max_waiting=1)
+
+
 def test_redis_out_of_reach_is_unavailable() -> None:
     async def test(web: Web) -> None:
         web.worker()

@@ -58,8 +58,29 @@ def test_a_gap_ends_the_subscription_with_an_error(redis_server: RedisServer) ->
         streams.append("a", 0, 5)
         streams.append("a", 2, 7)
         await streams.turn()
+        assert ready(subscription) == [TokenEvent(0, 1, (5,))]
+        await streams.turn()
         with pytest.raises(StreamLost, match="token 1"):
             await subscription.next(1)
+
+    run(redis_server, test)
+
+
+def test_tokens_that_redis_lost_and_got_again_in_other_entries_are_found(redis_server: RedisServer) -> None:
+    async def test(streams: Streams) -> None:
+        subscription = streams.open("a")
+        streams.append("a", 0, 1)
+        streams.append("a", 1, 2)
+        streams.append("a", 2, 3)
+        await streams.turn()
+        assert [event.index for event in ready(subscription)] == [0, 1, 2]
+        streams.redis.delete(keys.out("a"))
+        streams.append("a", 0, 1)
+        streams.append("a", 1, 2, 3, 4, 5)
+        streams.append("a", 5, 6)
+        await streams.turn()
+        await streams.turn()
+        assert ready(subscription) == [TokenEvent(3, 1, (4, 5)), TokenEvent(5, 1, (6,))]
 
     run(redis_server, test)
 
@@ -222,6 +243,30 @@ def test_an_outage_is_survived_up_to_a_limit(fake_server: RedisServer, monkeypat
             await streams.turn()
         with pytest.raises(StreamLost, match="reachable"):
             await subscription.next(1)
+
+    run(fake_server, test)
+
+
+def test_what_was_read_before_an_error_is_handed_over(
+    fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(streams: Streams) -> None:
+        first, second = streams.open("a"), streams.open("a")
+        streams.append("a", 0, 5)
+        streams.end("a", 1)
+        read = streams.reader._xread.read
+
+        def break_at_the_second_reader(positions: dict[bytes, bytes], block_ms: int | None) -> object:
+            if keys.control("r1").encode() not in positions:
+                raise ConnectionError("refused")
+            return read(positions, block_ms)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(streams.reader._xread, "read", break_at_the_second_reader)
+            assert not await streams.turn()
+        assert len(ready(first)) == 2
+        assert await streams.turn()
+        assert len(ready(second)) == 2
 
     run(fake_server, test)
 
