@@ -67,4 +67,5 @@ def _from_checkpoint(settings: WorkerSettings, environ: Mapping[str, str]) -> En
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_threads=settings.num_threads,
+        cache_dir=settings.cache_dir / "native",
     )

@@ -57,6 +57,11 @@ class Thresholds:
         )
 
 
+BYTES_PER_VALUE = {"fp32": 4.0, "bf16": 2.0}
+QUANTISED_BYTES = 1.125
+"""Eight bits and a scale for each 32 of them: the most that a quantised variant keeps of a weight, key or value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One comparison: `found` and `needed` are ready to be shown to a person."""
@@ -72,10 +77,10 @@ def memory_needed_mb(config: ModelConfig, variant: str, kv_cache_tokens: int) ->
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    num_bytes = 4 if variant == "fp32" else 2
-    weights = (config.num_layers * layer + embeddings) * num_bytes
-    kv_cache = kv_cache_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * num_bytes
-    return PROCESS_MB + (weights + kv_cache) // 1_000_000
+    num_bytes = BYTES_PER_VALUE.get(variant, QUANTISED_BYTES)
+    weights = config.num_layers * layer + embeddings
+    kv_cache = kv_cache_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    return PROCESS_MB + int((weights + kv_cache) * num_bytes) // 1_000_000
 
 
 def read_machine(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Reading:

@@ -141,9 +141,7 @@ def new_worker_id() -> str:
     return f"{socket.gethostname()}-{uuid4().hex[:8]}"
 
 
-def describe_worker(
-    engine: Engine, *, model: str, variant: str, device: str, worker: str | None = None
-) -> WorkerInfo:
+def describe_worker(engine: Engine, *, model: str, device: str, worker: str | None = None) -> WorkerInfo:
     """What a worker around `engine` says about itself. `model` is the name that clients use."""
     config = engine.config
     return WorkerInfo(
@@ -153,7 +151,7 @@ def describe_worker(
         device=device,
         model=model,
         fingerprint=config.fingerprint,
-        variant=variant,
+        variant=config.variant,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_cache_tokens=config.num_blocks * config.block_size,

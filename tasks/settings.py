@@ -12,7 +12,7 @@ from pathlib import Path
 
 Environ = Mapping[str, str]
 
-VARIANTS = ("fp32", "bf16")
+VARIANTS = ("auto", "q4", "q8", "bf16", "fp32")
 DEVICES = ("cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -93,7 +93,7 @@ class WorkerSettings:
             redis_url=redis_url(environ),
             model=model(environ),
             cache_dir=cache_dir(environ),
-            variant=_choice(environ, "VARIANT", "bf16", VARIANTS),
+            variant=_choice(environ, "VARIANT", "auto", VARIANTS),
             device=_choice(environ, "DEVICE", "cpu", DEVICES),
             num_threads=_integer(environ, "NUM_THREADS", 0, 0, 1024),
             kv_cache_tokens=_integer(environ, "KV_CACHE_TOKENS", 65536, 16, 1 << 30),

@@ -20,7 +20,7 @@ from types import FrameType
 from redis.exceptions import RedisError
 
 from tasks.clients import connect
-from tasks.loading import CANNOT_SERVE, SCRIPTED, load_for, model_name
+from tasks.loading import CANNOT_SERVE, load_for, model_name
 from tasks.record import RequestRecords
 from tasks.running_worker import RunningWorker, describe_worker, new_worker_id, start_worker
 from tasks.settings import SettingsError, WorkerSettings
@@ -90,7 +90,6 @@ def run_engine(settings: WorkerSettings, worker: str, supervisor_pid: int) -> in
         describe_worker(
             engine,
             model=model_name(settings),
-            variant=SCRIPTED if settings.model == SCRIPTED else settings.variant,
             device=settings.device,
             worker=worker,
         ),

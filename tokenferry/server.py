@@ -92,7 +92,7 @@ def open_server(
         stack.callback(bridge.stop)
         running = start_worker(
             engine,
-            describe_worker(engine, model=model_name(worker), variant=worker.variant, device=worker.device),
+            describe_worker(engine, model=model_name(worker), device=worker.device),
             redis=connect("short"),
             blocking=connect("blocking"),
             queue=connect("queue"),

@@ -13,10 +13,12 @@ from decode.engine import Engine
 from decode.errors import DeviceOutOfMemory
 from decode.factory import UnsupportedVariant, choose_num_threads, fingerprint, load_engine
 from decode.model_runner import TorchModelRunner
+from decode.native_build import NativeUnavailable
 from decode.sampling import SamplingParams
 from decode.scheduler import StepPlan
 from decode.sequence import Sequence
 from tests.decode.decoding import run
+from tests.decode.native_reference import cache_dir, tiny_checkpoint
 from tests.decode.tiny_models import open_tiny
 
 
@@ -34,6 +36,7 @@ def load(checkpoint: Checkpoint, **changes: Any) -> Engine:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "num_threads": 1,
+        "cache_dir": cache_dir(),
     }
     return load_engine(checkpoint, **(settings | changes))
 
@@ -60,6 +63,37 @@ def test_an_unknown_variant_is_refused_by_name(checkpoint: Checkpoint) -> None:
         load(checkpoint, variant="fp8")
 
 
+def test_auto_is_the_native_4_bit_variant_on_a_cpu() -> None:
+    checkpoint = tiny_checkpoint("llama")
+    engine = load(checkpoint, variant="auto")
+    assert engine.config.variant == "q4"
+    assert engine.config.fingerprint == load(checkpoint, variant="q4").config.fingerprint
+    assert len(run(engine, [Sequence("a", [5, 6, 7], SamplingParams(max_tokens=3))])["a"]) == 3
+
+
+def without_compiler(*arguments: Any, **keywords: Any) -> Path:
+    raise NativeUnavailable("no C++ compiler found")
+
+
+def test_auto_without_a_compiler_serves_with_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("decode.native_runner.build_native", without_compiler)
+    assert load(tiny_checkpoint("llama"), variant="auto").config.variant == "bf16"
+    assert "no C++ compiler found" in caplog.text
+
+
+def test_a_native_variant_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.native_runner.build_native", without_compiler)
+    with pytest.raises(UnsupportedVariant, match="variant q4: no C\\+\\+ compiler found"):
+        load(tiny_checkpoint("llama"), variant="q4")
+
+
+def test_a_native_variant_is_refused_on_a_gpu(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UnsupportedVariant, match="runs on the CPU, not on device 'cuda'"):
+        load(checkpoint, variant="q8", device="cuda")
+
+
 def test_a_missing_device_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedVariant, match="no CUDA device"):
@@ -76,7 +110,7 @@ def test_fingerprint_names_weights_and_variant(checkpoint: Checkpoint, tmp_path:
     one = fingerprint(checkpoint, "fp32", "cpu")
     assert one == load(checkpoint).config.fingerprint
     assert one.startswith("fp32-")
-    assert len({one, fingerprint(checkpoint, "bf16", "cpu"), fingerprint(other, "fp32", "cpu")}) == 3
+    assert len({one, fingerprint(checkpoint, "q4", "cpu"), fingerprint(other, "fp32", "cpu")}) == 3
 
 
 def test_lack_of_device_memory_is_told_as_such(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

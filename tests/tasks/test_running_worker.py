@@ -73,7 +73,7 @@ class House:
         connect = self.cell.server.connect
         worker = start_worker(
             engine,
-            describe_worker(engine, model=MODEL, variant="scripted", device="cpu"),
+            describe_worker(engine, model=MODEL, device="cpu"),
             redis=connect("short"),
             blocking=connect("blocking"),
             queue=connect("queue"),

@@ -12,7 +12,7 @@ from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSet
 def test_an_empty_environment_gives_the_defaults() -> None:
     web, worker, bridge = WebSettings.from_env({}), WorkerSettings.from_env({}), BridgeSettings.from_env({})
     assert (web.host, web.port, web.max_waiting) == ("127.0.0.1", 8080, 256)
-    assert (worker.model, worker.variant, worker.max_num_seqs) == ("smollm2-135m-instruct", "bf16", 32)
+    assert (worker.model, worker.variant, worker.max_num_seqs) == ("smollm2-135m-instruct", "auto", 32)
     assert (worker.lease_ms, worker.heartbeat_ms, worker.stall_limit_s) == (500, 100, 30)
     assert bridge.data_dir == Path("var").absolute()
     assert web.redis_url == worker.redis_url == bridge.redis_url == f"unix://{Path('var').absolute()}/redis.sock?db=0"
