@@ -23,7 +23,6 @@ _FLAGS = (
     "-fno-math-errno",
     "-fwrapv",
     "-fPIC",
-    "-shared",
     "-pthread",
     "-w",
 )
@@ -54,13 +53,22 @@ def build_native(cache_dir: Path, *, portable: bool = False, compilers: tuple[st
 
 
 def _compile(compiler: str, flags: list[str], library: Path) -> None:
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    """Every source by its own compiler process, all at once, then one link."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / "native.so"
-        result = subprocess.run([compiler, *flags, *sources, "-o", str(output)], capture_output=True, text=True)
-        if result.returncode:
-            raise NativeUnavailable(f"{compiler} cannot compile the native decoder: {result.stderr[-2000:]}")
+        objects = {str(source): str(Path(folder) / f"{source.stem}.o") for source in sorted(SOURCES.glob("*.cpp"))}
+        _run_all([[compiler, *flags, "-c", source, "-o", made] for source, made in objects.items()])
+        _run_all([[compiler, *flags, "-shared", *objects.values(), "-o", str(output)]])
         os.replace(output, library)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Raises NativeUnavailable with the end of the output of the first that fails, when all have ended."""
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    outputs = [process.communicate()[1] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise NativeUnavailable(f"{commands[0][0]} cannot compile the native decoder: {output[-2000:]}")
 
 
 def _key(compiler: str, flags: list[str]) -> str:
