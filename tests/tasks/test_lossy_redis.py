@@ -94,7 +94,7 @@ def test_every_request_ends_exactly_however_many_calls_get_lost(real_server: Red
     engine = scripted_engine(kv_cache_tokens=4096, max_num_seqs=8, max_num_batched_tokens=64)
     worker = start_worker(
         engine,
-        describe_worker(engine, model=MODEL, variant="scripted", device="cpu"),
+        describe_worker(engine, model=MODEL, device="cpu"),
         redis=lossy(real_server.connect("short"), fate),
         blocking=lossy(real_server.connect("blocking"), fate),
         queue=lossy(real_server.connect("queue"), fate),
