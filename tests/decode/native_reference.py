@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,9 @@ FAMILY_NAMES = tuple(_FAMILIES)
 
 @functools.cache
 def cache_dir() -> Path:
-    return Path(tempfile.mkdtemp(prefix="native-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="native-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache
