@@ -1,6 +1,7 @@
 """The lines of the Procfile: what each process does with its environment before its composition root takes over.
 
-Owns what a process manager gets wrong for us (the port numbers that honcho hands out) and the logging format.
+Owns what a process manager gets wrong for us (the port numbers that honcho hands out, and that it ends everything
+when one process dies) and the logging format.
 Refuses to know what the processes do: `app.main`, `tasks.worker`, `bridge.main` and `tokenferry.valkey` do.
 """
 
@@ -9,28 +10,38 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from tasks.settings import BridgeSettings, WebSettings, WorkerSettings, data_dir
-from tokenferry.valkey import keep_running
+from decode.errors import DecodeError
+from decode.registry import ModelError
+from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, data_dir
+from tasks.supervisor import EXIT_CANNOT_SERVE, Supervisor
+from tokenferry.errors import ForPeople
+from tokenferry.valkey import keep_running, stop_with_parent
 
 HONCHO_PORT = 5000
 """What honcho takes as the base port when nobody said one. We read it as: not set."""
 DEFAULT_PORT = 8080
+CHILD_OF = "TOKENFERRY_CHILD_OF"
+"""Set for a supervised process: the process id of its supervisor."""
 BASE_PORT = "TOKENFERRY_BASE_PORT"
 """Set by `tokenferry serve`, which knows what the person asked for, whatever a process manager makes of PORT."""
 
 
 def web() -> int:
-    environ = web_environ(os.environ)
-    settings = WebSettings.from_env(environ)
+    """Raises SettingsError."""
+    settings = WebSettings.from_env(web_environ(os.environ))
     log_to_stderr(settings.log_level)
-    from app.main import run
 
-    run(settings)
-    return 0
+    def run() -> None:
+        from app.main import run
+
+        run(settings)
+
+    return supervised("web", run)
 
 
 def worker() -> int:
@@ -42,12 +53,16 @@ def worker() -> int:
 
 
 def bridge() -> int:
+    """Raises SettingsError."""
     settings = BridgeSettings.from_env(os.environ)
     log_to_stderr(settings.log_level)
-    from bridge.main import run
 
-    run(settings)
-    return 0
+    def run() -> None:
+        from bridge.main import run
+
+        run(settings)
+
+    return supervised("bridge", run)
 
 
 def redis() -> int:
@@ -60,6 +75,36 @@ def redis() -> int:
         stop.wait()
         return 0
     keep_running(data_dir(os.environ), stop, _say)
+    return 0
+
+
+def supervised(command: str, run: Callable[[], None]) -> int:
+    """Keep a child alive that runs the same command, or, in that child, `run`. Returns the exit status.
+
+    honcho ends everything as soon as one of its processes ends; so the processes that it sees only supervise, and a
+    crash or a `kill -9` of one that works is over in a second.
+    """
+    if os.environ.get(CHILD_OF) == str(os.getppid()):
+        return _work(run)
+
+    def spawn(name: str) -> subprocess.Popen[bytes]:
+        environ = {**os.environ, CHILD_OF: str(os.getpid())}
+        child = [sys.executable, "-m", "tokenferry.cli", command]
+        return subprocess.Popen(child, env=environ, preexec_fn=stop_with_parent)
+
+    supervisor = Supervisor(spawn, lambda name: None, new_id=lambda: command)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: supervisor.stop())
+    return supervisor.run()
+
+
+def _work(run: Callable[[], None]) -> int:
+    """What would fail again is told, and ends the supervisor too."""
+    try:
+        run()
+    except (SettingsError, ModelError, DecodeError, ForPeople, SystemExit) as error:
+        print(f"tokenferry: {error}", file=sys.stderr, flush=True)
+        return EXIT_CANNOT_SERVE
     return 0
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -20,6 +21,7 @@ import pytest
 from tasks.clients import connect
 from tasks.record import RequestRecords
 from tokenferry.cell import free_port
+from tokenferry.processes import CHILD_OF
 from tokenferry.serve import is_ready
 
 pytestmark = pytest.mark.e2e
@@ -74,6 +76,17 @@ class Server:
         """Signal the command alone, as a shell's kill does; it has to end within what a process manager grants."""
         self.popen.send_signal(number)
         return self.popen.wait(10)
+
+    def pids_at_work(self, command: str) -> list[int]:
+        """The supervised processes that run this line of the Procfile."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                environ, arguments = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
+                ours = f"DATA_DIR={self.folder}/data".encode() in environ and CHILD_OF.encode() in environ
+                if ours and arguments.endswith(f"\0{command}\0".encode()):
+                    found.append(int(process.name))
+        return found
 
     def is_gone(self) -> bool:
         """Whether no process is left that was started with our folder."""
@@ -147,6 +160,17 @@ def test_honcho_start_with_two_workers_outlives_the_kill_of_one(start: Callable[
     )
     server.wait_until(lambda: server.num_workers() == 2, "another one is there", 10)
     assert is_ready("127.0.0.1", server.port)
+    assert server.stop(signal.SIGTERM) in (143, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("command", ["web", "bridge"])
+def test_honcho_start_outlives_the_kill_of_its_other_processes(start: Callable[..., Server], command: str) -> None:
+    server = start("honcho", "start")
+    server.wait_until(lambda: is_ready("127.0.0.1", server.port) and server.num_workers() == 1, "it serves")
+    victim = server.pids_at_work(command)[0]
+    os.kill(victim, signal.SIGKILL)
+    server.wait_until(lambda: server.pids_at_work(command) not in ([], [victim]), "another one works", 10)
+    server.wait_until(lambda: is_ready("127.0.0.1", server.port), "it serves again", 10)
     assert server.stop(signal.SIGTERM) in (143, -signal.SIGTERM)
 
 
