@@ -25,7 +25,7 @@ from app.disconnect import CONNECTION, OUTLET, Connection
 from app.errors import body_too_large, failed_here, invalid, model_not_found, queue_unreachable
 from app.openai_in import ChatCall, check_headers, parse_chat
 from app.openai_out import ChunkStream, Head, completion
-from app.text_edge import PromptError, TextEdge
+from app.text_edge import Detokenizer, PromptError, TextEdge
 from bridge.collect import collect
 from bridge.relay import ClientGone, Relay
 from bridge.subscription import Subscription
@@ -81,12 +81,14 @@ class ChatCompletions:
         request_id = self._new_id()
         resp.set_header("x-request-id", request_id)
         call, edge, prompt_token_ids = await self._read(req)
+        detokenizer = edge.detokenizer(call.stop)
         head = await self._admit(request_id, call, edge, prompt_token_ids)
+        # From here on somebody must end the generation, whatever happens: the relay or `_answer`.
         subscription = self._subscribe(request_id, req.scope[CONNECTION])
         if call.stream:
-            self._stream(resp, subscription, ChunkStream(head, edge.detokenizer(call.stop), call.include_usage), req)
+            self._stream(req, resp, subscription, ChunkStream(head, detokenizer, call.include_usage))
         else:
-            await self._answer(resp, subscription, head, edge, call)
+            await self._answer(resp, subscription, head, detokenizer)
 
     async def _read(self, req: Request) -> tuple[ChatCall, TextEdge, list[int]]:
         check_headers(req.content_type, req.get_header("content-encoding"))
@@ -130,11 +132,10 @@ class ChatCompletions:
         subscription = self._reader.subscribe(request_id)
         self._answers.add(subscription)
         connection.at_end(partial(self._answers.discard, subscription))
-        connection.at_end(subscription.close)
         connection.on_gone(lambda: subscription.fail(ClientGone()))
         return subscription
 
-    def _stream(self, resp: Response, subscription: Subscription, chunks: ChunkStream, req: Request) -> None:
+    def _stream(self, req: Request, resp: Response, subscription: Subscription, chunks: ChunkStream) -> None:
         close_request = partial(self._closer.close_soon, subscription.request_id)
         relay = Relay(
             subscription,
@@ -150,12 +151,10 @@ class ChatCompletions:
         resp.set_header("x-accel-buffering", "no")
         resp.stream = relay
 
-    async def _answer(
-        self, resp: Response, subscription: Subscription, head: Head, edge: TextEdge, call: ChatCall
-    ) -> None:
+    async def _answer(self, resp: Response, subscription: Subscription, head: Head, detokenizer: Detokenizer) -> None:
         close_request = partial(self._closer.close_soon, head.request_id)
         try:
-            answer = await collect(subscription, edge.detokenizer(call.stop), close_request)
+            answer = await collect(subscription, detokenizer, close_request)
         except ClientGone:
             close_request("cancelled", "disconnect")
             return

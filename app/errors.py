@@ -114,6 +114,7 @@ class ShuttingDown(Exception):
 # What a request that did not finish means: reason of its terminal entry -> status, code, message.
 _ENDINGS: Mapping[str, tuple[int, str]] = {
     "no_worker": (503, "No worker took the request in time. Please retry."),
+    "first_token_deadline": (503, "The first token did not come in time. Please retry."),
     "poison": (500, "The workers that processed this request kept failing."),
     "engine_error": (500, "The worker had an error while generating."),
     "shutdown": (503, "The server shut down before the answer was complete. Please retry."),

@@ -26,9 +26,8 @@ from app.errors import malformed
 logger = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 128 * 1024
-"""In the kernel, for each client (which doubles the figure); the default grows to 4 MB."""
-WRITE_BUFFER_BYTES = 64 * 1024
-"""In this process, for each client: a send waits above it."""
+"""In the kernel, for each client (which doubles the figure); the default grows to 4 MB. In this process asyncio's
+default holds: a send waits while more than 64 KB are unsent."""
 KEEP_ALIVE_S = 75
 """Longer than the pools of clients and proxies keep a connection (5 s to 60 s), so that they close it, not we."""
 DRAIN_S = 2.0
@@ -87,10 +86,6 @@ class BodyOutlet:
 
 class Protocol(HttpToolsProtocol):
     """One connection."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

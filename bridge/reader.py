@@ -30,6 +30,10 @@ from tasks.contract import ContractError, decode_entry
 logger = logging.getLogger(__name__)
 
 
+MAX_ENTRIES = 64
+"""Of one stream in one read: with the window it bounds what a subscriber can have in memory."""
+
+
 class ReaderLease(Protocol):
     """What tells the watchdog that this process still reads (`tasks.record.RequestRecords`)."""
 
@@ -55,7 +59,7 @@ class Reader:
         self.reader_id = reader_id
         self.window = window
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._xread = Xread(redis_blocking, count=128)
+        self._xread = Xread(redis_blocking, count=MAX_ENTRIES)
         self._short = redis_short
         self._lease = lease
         self._block_ms = block_ms

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from app.disconnect import DisconnectWatch, Receive, Scope, Send
@@ -66,6 +68,7 @@ def test_leaving_after_the_end_changes_nothing() -> None:
         worker.claim("chatcmpl-1")
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody waits for the client any more"
         exchange.leave()
         await web.settle()
         assert end_of(web) == ("finished", "length")
@@ -88,6 +91,22 @@ def test_leaving_before_the_queue_answered_cancels() -> None:
         await web.chat(stream=True)
         assert end_of(web) == ("cancelled", "disconnect")
         assert exchanges[0].task.done()
+
+    run(test)
+
+
+def test_a_task_that_is_killed_before_its_first_byte_cancels() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        web.on_start = Exchange.stop_reading
+        exchange = await web.chat(stream=True)
+        await web.turn()
+        assert web.reader.num_feeds == 1
+        exchange.task.cancel()
+        await web.settle()
+        assert end_of(web) == ("cancelled", "disconnect")
+        await web.turn()
+        assert web.reader.num_feeds == 0
 
     run(test)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from redis.exceptions import TimeoutError
+
 from tests.app.web import Web, run
 
 
@@ -80,11 +82,14 @@ def test_requests_that_could_not_be_closed_are_left_to_the_watchdog() -> None:
         web.worker()
         exchange = await web.chat(stream=True)
         await web.turn()
-        web.server.connected = False
+
+        def time_out(request_id: str, state: str, reason: str) -> bool:
+            raise TimeoutError
+
+        web.records.close = time_out  # type: ignore[method-assign,assignment]
         exchange.leave()
         await web.settle()
         await web.app.stop()
-        web.server.connected = True
         assert web.records.open_of("reader-1") == ["chatcmpl-1"]
         assert web.redis.zscore("tf:readers", "reader-1") is not None
 

@@ -176,8 +176,8 @@ def test_a_worker_that_left_since_the_last_request_is_noticed() -> None:
         assert (await web.chat(stream=True)).status == 200
         web.records.leave(worker.info.worker, MODEL)
         assert (await web.chat(stream=True)).status == 503
-        web.worker("w2")
-        assert (await web.chat(stream=True)).status == 200
+        web.worker("w2", max_model_len=15)
+        assert "15 tokens" in (await web.chat()).error["message"]
 
     run(test)
 

@@ -238,11 +238,46 @@ def test_an_outage_is_survived_up_to_a_limit(fake_server: RedisServer, monkeypat
         assert ready(subscription) == [TokenEvent(0, 1, (5,))]
         with monkeypatch.context() as broken:
             broken.setattr(streams.reader._xread, "read", unreachable)
+            streams.now_s += 5
             await streams.turn()
+            assert ready(subscription) == [], "the first outage is over and forgotten"
             streams.now_s += 10
             await streams.turn()
         with pytest.raises(StreamLost, match="reachable"):
             await subscription.next(1)
+
+    run(fake_server, test)
+
+
+def test_a_second_reader_of_a_stream_does_not_wait_for_the_first(
+    fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(streams: Streams) -> None:
+        reads: list[int | None] = []
+
+        def read(positions: dict[bytes, bytes], block_ms: int | None) -> list[object]:
+            reads.append(block_ms)
+            return []
+
+        monkeypatch.setattr(streams.reader._xread, "read", read)
+        streams.open("a")
+        streams.reader.tick(0)
+        streams.open("a")
+        streams.reader.tick(0)
+        streams.reader.tick(0)
+        assert reads == [700, None, None, 700, None]
+
+    run(fake_server, test, block_ms=700)
+
+
+def test_a_wake_up_is_read_once(fake_server: RedisServer) -> None:
+    async def test(streams: Streams) -> None:
+        control = keys.control("r1")
+        for _ in range(3):
+            streams.redis.xadd(control, {"w": ""})
+        last = streams.redis.xrevrange(control, count=1)[0][0]  # type: ignore[index]
+        streams.reader.tick(0)
+        assert streams.reader._control_position == last
 
     run(fake_server, test)
 

@@ -143,6 +143,26 @@ def test_a_stop_string_closes_the_request_once_and_later_tokens_are_not_shown() 
     run(test)
 
 
+def test_a_stop_string_together_with_the_end_needs_no_closing() -> None:
+    async def test(answer: Answer) -> None:
+        answer.come(answer.say(0, "AZ"), TerminalEvent(2, 1, "finished", "length"))
+        assert await answer.rest() == b"[Afinished]"
+        assert answer.closed == []
+
+    run(test)
+
+
+def test_a_client_that_leaves_after_its_stop_string_does_not_make_it_a_cancellation() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "AZ"))
+        assert await anext(answer.relay) == b"A"
+        answer.relay.finish()
+        assert answer.closed == [("finished", "stop")]
+
+    run(test)
+
+
 def test_an_answer_that_cannot_be_rendered_ends_with_an_error_and_is_cancelled() -> None:
     async def test(answer: Answer) -> None:
         assert await anext(answer.relay) == b"["
