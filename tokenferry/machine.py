@@ -6,7 +6,6 @@ and judged (`tasks.preflight`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoint import open_checkpoint
+from decode.factory import choose_num_threads
 from decode.registry import ModelMissing, resolve
 from tasks.loading import SCRIPTED
 from tasks.preflight import SCRIPTED_MB, Thresholds, examine, memory_needed_mb, read_machine, require
@@ -32,7 +32,7 @@ def memory_for(worker: WorkerSettings, checkpoint: Path | None) -> int:
 
 def threads_for(num_workers: int) -> int:
     """Threads of one worker, so that several do not fight for the same processors; 0: let the worker choose."""
-    return max(1, (os.cpu_count() or 1) // num_workers) if num_workers > 1 else 0
+    return max(1, choose_num_threads() // num_workers) if num_workers > 1 else 0
 
 
 def preflight(environ: Mapping[str, str]) -> int:
