@@ -131,14 +131,10 @@ class Scheduler:
         half = (budget + 1) // 2
         turns = [candidates[0], *sorted(candidates, key=_num_uncomputed_tokens)]
         grants: dict[Sequence, int] = {}
-        refused: set[Sequence] = set()
         for turn, sequence in enumerate(turns):
             if budget == 0:
                 break
-            if sequence in refused:
-                continue
             if not sequence.is_admitted and not self._admit(sequence):
-                refused.add(sequence)
                 continue
             granted = grants.get(sequence, 0)
             remaining = len(sequence.token_ids) - sequence.num_computed_tokens - granted

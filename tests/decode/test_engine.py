@@ -66,10 +66,12 @@ def prompt_of(num_tokens: int, first: int = 100) -> list[int]:
 def run(engine: Engine) -> dict[str, list[SequenceOutput]]:
     """All outputs until nothing is left, by sequence."""
     outputs: dict[str, list[SequenceOutput]] = {}
-    while engine.has_unfinished:
+    for _ in range(1000):
         for output in engine.step():
             outputs.setdefault(output.sequence_id, []).append(output)
         engine.check_integrity()
+        if not engine.has_unfinished:
+            break
     engine.check_idle()
     assert engine.load().num_free_blocks == engine.load().num_blocks
     return outputs
@@ -209,6 +211,14 @@ def test_identical_prompts_at_once_from_a_cold_cache_get_the_same_text() -> None
     assert [text(outputs[str(number)]) for number in range(16)] == 16 * [expected]
 
 
+def test_a_prompt_that_was_prefilled_in_chunks_is_found_by_the_next_one() -> None:
+    engine, _ = engine_and_runner(max_num_batched_tokens=16)
+    for name in ("a", "b"):
+        engine.add(sequence(name, prompt_of(50)))
+        outputs = run(engine)[name]
+    assert outputs[0].num_cached_tokens == 48
+
+
 def test_what_was_generated_is_found_by_the_next_turn_of_the_conversation() -> None:
     engine, _ = engine_and_runner()
     engine.add(sequence("a", prompt_of(10)))
@@ -316,7 +326,7 @@ def test_after_a_shed_the_limits_come_back_to_the_configured_ones() -> None:
     for number in range(4):
         engine.add(sequence(str(number), prompt_of(3, 100 * number)))
     engine.step()
-    for _ in range(3):
+    for _ in range(8):
         engine.shed()
     run(engine)
     for number in range(8):
@@ -384,6 +394,14 @@ def test_the_idle_check_finds_a_leaked_block() -> None:
     del engine._sequences["a"]
     with pytest.raises(IntegrityError):
         engine.check_idle()
+
+
+def test_the_integrity_check_finds_a_sequence_that_nobody_will_run() -> None:
+    engine, _ = engine_and_runner()
+    engine.add(sequence("a", prompt_of(3)))
+    engine._scheduler.waiting.clear()
+    with pytest.raises(IntegrityError, match="queues"):
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize("field", ["num_blocks", "max_model_len", "max_num_seqs", "block_size", "vocab_size"])

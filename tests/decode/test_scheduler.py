@@ -161,13 +161,15 @@ def test_a_preempted_sequence_waits_in_front_of_later_arrivals_and_recomputes() 
 
 
 def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
-    turns = Turns(num_blocks=4)
+    turns = Turns(num_blocks=6, max_num_batched_tokens=32)
     turns.add("a", 7)
-    turns.add("b", 3)
+    turns.add("b", 11)
     turns.step()
     turns.step()
     turns.add("c", 1)
     assert turns.step() == {"a": 1}
+    assert turns.blocks.num_free_blocks == 3
+    assert turns.step() == {"a": 1, "c": 1}
 
 
 def test_admission_leaves_a_block_for_every_sequence_that_runs() -> None:
@@ -201,9 +203,23 @@ def test_one_that_was_passed_over_often_enough_is_waited_for() -> None:
     late = turns.add("late", 1)
     turns.step()
     assert not late.is_admitted
+    assert big.waits_for_blocks
     turns.scheduler.remove(running)
     turns.step()
     assert big.is_admitted
+    assert not big.waits_for_blocks
+
+
+def test_the_latest_arrival_gives_way_even_if_it_was_admitted_first() -> None:
+    turns = Turns(num_blocks=6, max_num_batched_tokens=64)
+    running = turns.add("runs", 10)
+    turns.step()
+    big, small = turns.add("big", 16), turns.add("small", 3)
+    turns.step()
+    turns.scheduler.remove(running)
+    turns.step()
+    assert turns.scheduler.admitted == [big, small]
+    assert turns.scheduler.preempt_latest() is small
 
 
 def test_a_block_that_another_prefill_is_computing_is_waited_for_not_computed_again() -> None:
@@ -227,6 +243,22 @@ def test_a_waiting_sequence_stops_waiting_for_a_prefill_that_was_aborted() -> No
     assert turns.step() == {"a": 16}
     turns.scheduler.remove(first)
     assert turns.step() == {"b": 9}
+
+
+def test_a_block_that_was_computed_long_ago_and_cannot_be_found_is_not_waited_for() -> None:
+    turns = Turns(num_blocks=6)
+    first, second = turns.add_tokens("a", [1, 2, 3, 4, 5]), turns.add_tokens("b", [1, 2, 3, 4, 5])
+    for sequence in (first, second):
+        assert turns.blocks.allocate(sequence, [], 0)
+        turns.scheduler.waiting.remove(sequence)
+        turns.scheduler.admitted.append(sequence)
+    turns.step()
+    turns.scheduler.remove(first)  # its first block had the name, the second's equal one has none
+    evicting = Sequence("c", [9] * 16, SamplingParams(max_tokens=1))
+    assert turns.blocks.allocate(evicting, [], 0)
+    turns.blocks.free(evicting)
+    turns.add_tokens("d", [1, 2, 3, 4, 6])
+    assert turns.step() == {"b": 1, "d": 5}
 
 
 def test_removing_frees_the_blocks_wherever_the_sequence_is() -> None:
