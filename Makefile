@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check setup demo bench clean
+.PHONY: serve test check setup demo bench bench-peers clean
 
 serve: setup
 	@exec $(BIN)/tokenferry serve
@@ -28,6 +28,10 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m bench.load --all
+
+bench-peers: setup
+	$(BIN)/tokenferry pull smollm2-135m-instruct
+	$(BIN)/python -m bench.peers --install --runs 3
 
 setup: $(VENV)/installed
 

@@ -30,6 +30,7 @@ from urllib.request import Request, urlopen
 import orjson
 
 KINDS = ("short", "long", "shared")
+_WORDS_OF = {"short": 42, "long": 490, "prefill": 1950}
 CONCURRENCY = (1, 4, 16, 32)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_REQUESTS = 10_000
@@ -186,7 +187,7 @@ def messages(kind: str, number: int, seed: int) -> list[dict[str, str]]:
     if kind == "shared":
         rules = "You follow these notes. " + words(980, random.Random(f"{seed} notes"))
         return [{"role": "system", "content": rules}, {"role": "user", "content": ask + words(24, rng)}]
-    return [{"role": "user", "content": ask + words({"short": 42, "long": 490}[kind], rng)}]
+    return [{"role": "user", "content": ask + words(_WORDS_OF[kind], rng)}]
 
 
 def encode_request(target: Target, body: dict[str, Any]) -> bytes:
@@ -305,7 +306,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description="Load an OpenAI chat server.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8080/v1", help="on this machine only")
     parser.add_argument("--model", default="", help="default: the first that the server lists")
-    parser.add_argument("--kind", choices=KINDS, default="short")
+    parser.add_argument("--kind", choices=(*KINDS, "prefill"), default="short")
     parser.add_argument("-c", "--concurrency", type=int, default=1, metavar="N", help="streams open at once")
     parser.add_argument("-n", "--requests", type=int, default=0, metavar="N", help="default: N streams, at least 4")
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -1,0 +1,276 @@
+"""The whole product beside its peers: same machine, same model, same client, one run.
+
+    python -m bench.peers --install        build and install the peers first (once; minutes to half an hour)
+    python -m bench.peers --runs 3         measure, and write bench/RESULTS.md
+
+Owns starting and ending each server and the table. Refuses to know how a load is driven (`bench.load`). The servers
+run one after the other, so that each has the machine for itself, and every run measures all of them, so that a noisy
+hour hits them alike. Everything is on the loopback address. Peers: llama-server from the sources in the sdist of
+llama-cpp-python, and vLLM's CPU build; vLLM gets the same weights, dequantised to bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from bench.load import Target, parse_arguments, run
+from decode.registry import DEFAULT_MODEL, resolve
+
+LOADS = (
+    *(("short", n) for n in (1, 4, 16, 32)),
+    *(("long", n) for n in (1, 4, 16)),
+    *(("shared", n) for n in (1, 4, 16)),
+    ("prefill", 1),
+)
+READY_S = 300
+PEERS_DIR = Path.home() / ".cache" / "tokenferry" / "peers"
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How one server is started; `{port}` in the command is a free port."""
+
+    name: str
+    command: tuple[str, ...]
+    model: str
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+def servers(peers: Path, model: Path) -> list[Server]:
+    llama = (str(peers / "llama/bin/llama-server"), "-m", str(model), "-np", "32", "-c", str(32 * 2048), "-t", "2")
+    vllm = (str(peers / "vllm/bin/vllm"), "serve", str(peers / "checkpoint"), "--served-model-name", DEFAULT_MODEL)
+    return [
+        Server("tokenferry", (sys.executable, "-m", "tokenferry.cli", "serve", "--port", "{port}"), DEFAULT_MODEL),
+        Server(
+            "llama-server",
+            (*llama, "-tb", "2", "-cb", "--jinja", "--no-webui", "-fa", "off", "--port", "{port}"),
+            DEFAULT_MODEL,
+        ),
+        Server(
+            "vLLM",
+            (*vllm, "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "32", "--port", "{port}"),
+            DEFAULT_MODEL,
+            {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
+        ),
+    ]
+
+
+@contextmanager
+def running(server: Server, logs: Path) -> Iterator[tuple[int, float, Memory]]:
+    """(port, seconds until it answered, its memory); the whole process group is ended afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = os.environ | server.environ | {"DATA_DIR": str(logs / f"data-{port}")}
+    with (logs / f"{server.name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [part.replace("{port}", str(port)) for part in server.command],
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    memory = Memory(process.pid)
+    try:
+        yield port, _wait_ready(server, process, port), memory
+    finally:
+        memory.stop()
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in children:  # some peers leave theirs behind
+            try:
+                os.kill(child, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def _wait_ready(server: Server, process: subprocess.Popen[bytes], port: int) -> float:
+    begin = time.monotonic()
+    path = "readyz" if server.name == "tokenferry" else "health"
+    while time.monotonic() < begin + READY_S:
+        if process.poll() is not None:
+            raise SystemExit(f"{server.name} ended with status {process.returncode}; see its log")
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as reply:
+                if reply.status == 200:
+                    return time.monotonic() - begin
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit(f"{server.name} was not ready after {READY_S} s; see its log")
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, and itself."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for parent in found:
+        found.extend(parents.get(parent, ()))
+    return found
+
+
+class Memory:
+    """The largest resident memory of a process and all below it, in MB (shared pages count once: Pss)."""
+
+    def __init__(self, pid: int) -> None:
+        self.peak_mb = 0
+        self._pid = pid
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(1.0):
+            self.peak_mb = max(self.peak_mb, sum(_pss_kb(pid) for pid in descendants(self._pid)) // 1024)
+
+
+def _pss_kb(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+def measure(server: Server, number: int, logs: Path) -> dict[str, dict[str, Any]]:
+    """All loads against one server, started for it. Prompts differ from run to run; a warm-up comes first."""
+    rows: dict[str, dict[str, Any]] = {}
+    with running(server, logs) as (port, ready_s, memory):
+        target = Target("127.0.0.1", port, "/v1", server.model, "")
+        run(target, "short", 4, parse_arguments(["--seed", "999", "--max-tokens", "16"]))
+        for kind, concurrency in LOADS:
+            arguments = ["--seed", str(number)]
+            if kind == "prefill":
+                arguments += ["--max-tokens", "1", "-n", "3"]
+            row = run(target, kind, concurrency, parse_arguments(arguments))
+            if kind == "prefill":
+                per_prompt = row["prompt_tokens"] / row["requests"]
+                row["prompt_tokens_per_s"] = round(per_prompt / (row["ttft_p50_ms"] or float("inf")) * 1000, 1)
+            rows[f"{concurrency} {kind}"] = row | {"peak_mb": memory.peak_mb, "ready_s": round(ready_s, 1)}
+            print(json.dumps({"server": server.name, "run": number} | row), flush=True)
+    return rows
+
+
+def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
+    """Medians of the runs; the ratio is ours to the best peer's, in tokens a second."""
+    names = list(results)
+    lines = [
+        "| load | " + " | ".join(names) + " | ours / best peer | TTFT: ours / best peer's |",
+        "|---" * (len(names) + 3) + "|",
+    ]
+    for load in (f"{concurrency} {kind}" for kind, concurrency in LOADS):
+        figure = "prompt_tokens_per_s" if load.endswith("prefill") else "output_tokens_per_s"
+        speed = {name: _median(results[name], load, figure) for name in names}
+        ttft = {name: _median(results[name], load, "ttft_p50_ms") for name in names}
+        gap = {name: _median(results[name], load, "itl_p50_ms") for name in names}
+        peers = names[1:]
+        fastest = max(peers, key=lambda name: speed[name])
+        cells = [
+            f"{speed[name]:,.0f} ({ttft[name]:,.0f}" + (f" / {gap[name]:.1f})" if gap[name] else ")")
+            for name in names
+        ]
+        lines.append(
+            f"| {load} | {' | '.join(cells)} | {speed[names[0]] / speed[fastest]:.2f} ({fastest}) | "
+            f"{ttft[names[0]] / min(ttft[name] for name in peers):.2f} |"
+        )
+    peaks = " | ".join(f"{max(row['peak_mb'] for run in results[name] for row in run.values()):,}" for name in names)
+    ready = " | ".join(
+        f"{statistics.median(next(iter(run.values()))['ready_s'] for run in results[name]):.1f}" for name in names
+    )
+    errors = " | ".join(str(sum(row["errors"] for run in results[name] for row in run.values())) for name in names)
+    lines += [
+        f"| peak memory of all processes, MB | {peaks} | | |",
+        f"| start to ready, s | {ready} | | |",
+        f"| failed requests | {errors} | | |",
+    ]
+    return "\n".join(lines)
+
+
+def _median(runs: list[dict[str, dict[str, Any]]], load: str, figure: str) -> float:
+    values = [run[load][figure] for run in runs if run[load].get(figure) is not None]
+    return statistics.median(values) if values else 0.0
+
+
+def report(results: dict[str, list[dict[str, dict[str, Any]]]], num_runs: int) -> str:
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    return f"""# Beside the peers
+
+Written by `python -m bench.peers --runs {num_runs}` (`make bench-peers`) on {time.strftime("%Y-%m-%d")}:
+{os.cpu_count()} processors, {cpu}, Python {platform.python_version()}.
+Medians of {num_runs} run(s); each run measures every server, one after the other on the same machine.
+
+Output tokens/s (TTFT p50 / inter-token p50, ms). The prefill row is prompt tokens/s of one prompt of about 2,000
+tokens, from sending the request to its first token.
+
+Model `{DEFAULT_MODEL}`: its Q4_1 GGUF for tokenferry (default configuration) and for llama-server (flash
+attention off), the same weights dequantised to bf16 for vLLM. Client and prompts: [`load.py`](load.py); 128 output
+tokens, temperature 0, `ignore_eos`, as many requests as streams and at least four.
+
+{table(results)}
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Measure the server and its peers.")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--peers", type=Path, default=PEERS_DIR, help="where the peers are installed")
+    parser.add_argument("--install", action="store_true", help="install the peers that are missing first")
+    parser.add_argument("--only", default="", help="names of servers, comma separated")
+    options = parser.parse_args()
+    model = resolve(DEFAULT_MODEL, Path(os.environ.get("TOKENFERRY_CACHE", Path.home() / ".cache" / "tokenferry")))
+    if options.install:
+        from bench.install_peers import install
+
+        install(options.peers, model)
+    chosen = [one for one in servers(options.peers, model) if not options.only or one.name in options.only.split(",")]
+    results: dict[str, list[dict[str, dict[str, Any]]]] = {server.name: [] for server in chosen}
+    with tempfile.TemporaryDirectory(prefix="tokenferry-peers-") as folder:
+        for number in range(1, options.runs + 1):
+            for server in chosen:
+                results[server.name].append(measure(server, number, Path(folder)))
+    if len(chosen) > 1 and chosen[0].name == "tokenferry":
+        RESULTS.write_text(report(results, options.runs), encoding="utf-8")
+        print(RESULTS.read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
