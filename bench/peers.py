@@ -169,8 +169,9 @@ def measure(server: Server, number: int, logs: Path) -> dict[str, dict[str, Any]
     with running(server, logs) as (port, ready_s, memory):
         target = Target("127.0.0.1", port, "/v1", server.model, "")
         run(target, "short", 4, parse_arguments(["--seed", "999", "--max-tokens", "16"]))
-        for kind, concurrency in LOADS:
-            arguments = ["--seed", str(number)]
+        for position, (kind, concurrency) in enumerate(LOADS):
+            # Fresh prompts for each load: what an earlier one left in the prefix cache must not help.
+            arguments = ["--seed", str(number), "--offset", str(100 * position)]
             if kind == "prefill":
                 arguments += ["--max-tokens", "1", "-n", "3"]
             row = run(target, kind, concurrency, parse_arguments(arguments))

@@ -7,7 +7,6 @@ safe to send twice, so a call whose reply was lost may simply be sent again, by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -43,23 +42,3 @@ class Scripts:
         except NoScriptError:
             self._redis.script_load(self._sources[name])
             return self._redis.evalsha(self._hashes[name], 0, time, *args)
-
-    def call_many(self, name: str, now_ms: int | None, calls: Sequence[Sequence[Argument]]) -> list[Any]:
-        """One script for each of `calls`, in order, in one pipeline. Raises redis.exceptions.RedisError."""
-        replies = self._send(name, now_ms, calls)
-        missed = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        if missed:
-            self._redis.script_load(self._sources[name])
-            for i, reply in zip(missed, self._send(name, now_ms, [calls[i] for i in missed]), strict=True):
-                replies[i] = reply
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
-
-    def _send(self, name: str, now_ms: int | None, calls: Sequence[Sequence[Argument]]) -> list[Any]:
-        time = "" if now_ms is None else now_ms
-        with self._redis.pipeline(transaction=False) as pipe:
-            for args in calls:
-                pipe.evalsha(self._hashes[name], 0, time, *args)
-            return pipe.execute(raise_on_error=False)

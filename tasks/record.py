@@ -274,26 +274,10 @@ class RequestRecords:
                 raise Stale(f"{request_id} attempt {attempt}: {reply[1].decode()}")
 
     def append_many(self, appends: Sequence[Append], now_ms: int | None = None) -> list[AppendResult]:
-        """Publish the tokens of one engine step in one round trip; one answer for each, in order."""
-        replies = self._scripts.call_many("append", now_ms, [self._append_arguments(item) for item in appends])
+        """Publish the tokens of one engine step, in one script and one round trip; one answer for each, in order."""
+        arguments = [argument for item in appends for argument in _append_arguments(item)]
+        replies = self._scripts.call("append", now_ms, self._active_ttl_ms, self._stream_ttl_ms, *arguments)
         return [Appended(int(reply[1])) if reply[0] == b"ok" else Refused(reply[0].decode()) for reply in replies]
-
-    def _append_arguments(self, item: Append) -> Sequence[Argument]:
-        end = item.terminal
-        terminal: tuple[Argument, ...] = ("", "", "")
-        if end is not None:
-            entry = encode_terminal(end.state, end.reason, end.message, item.worker, item.num_cached_tokens)
-            terminal = (end.state, end.reason, entry)
-        return (
-            item.request_id,
-            item.attempt,
-            item.first_index,
-            pack_tokens(item.token_ids),
-            item.num_cached_tokens,
-            *terminal,
-            self._active_ttl_ms,
-            self._stream_ttl_ms,
-        )
 
     def release(
         self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None
@@ -456,6 +440,22 @@ class RequestRecords:
     def open_of(self, reader: str) -> list[str]:
         """The requests that end when this reader is gone."""
         return sorted(item.decode() for item in self._redis.smembers(keys.reader_open(reader)))
+
+
+def _append_arguments(item: Append) -> Sequence[Argument]:
+    end = item.terminal
+    terminal: tuple[Argument, ...] = ("", "", "")
+    if end is not None:
+        entry = encode_terminal(end.state, end.reason, end.message, item.worker, item.num_cached_tokens)
+        terminal = (end.state, end.reason, entry)
+    return (
+        item.request_id,
+        item.attempt,
+        item.first_index,
+        pack_tokens(item.token_ids),
+        item.num_cached_tokens,
+        *terminal,
+    )
 
 
 def _offered(request_id: str, reply: Any) -> Reoffer | Failed | None:
