@@ -408,7 +408,7 @@ def test_the_integrity_check_finds_a_sequence_that_nobody_will_run() -> None:
 def test_a_limit_below_one_is_refused_by_name(field: str) -> None:
     limits = {"num_blocks": 4, "max_model_len": 9, "max_num_seqs": 2, "block_size": 4, "vocab_size": 9} | {field: 0}
     with pytest.raises(ValueError, match=f"{field} is 0"):
-        EngineConfig(max_num_batched_tokens=8, fingerprint="f", **limits)
+        EngineConfig(fingerprint="f", max_num_batched_tokens=8, **limits)  # type: ignore[arg-type]
 
 
 def test_a_token_budget_below_one_token_a_sequence_is_refused() -> None:
