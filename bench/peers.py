@@ -267,9 +267,9 @@ def main() -> int:
         for number in range(1, options.runs + 1):
             for server in chosen:
                 results[server.name].append(measure(server, number, Path(folder)))
-    if len(chosen) > 1 and chosen[0].name == "tokenferry":
-        RESULTS.write_text(report(results, options.runs), encoding="utf-8")
-        print(RESULTS.read_text(encoding="utf-8"))
+            if len(chosen) > 1 and chosen[0].name == "tokenferry":
+                RESULTS.write_text(report(results, number), encoding="utf-8")
+                print(RESULTS.read_text(encoding="utf-8"), flush=True)
     return 0
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from redis import Redis
 
-LEASE = "tf:bridge"
-"""String: id of the active bridge process, expires with its lease. Written and read by bridge processes."""
+from tasks import keys
 
 LEASE_MS = 800
 RENEW_MS = 200
@@ -66,7 +65,7 @@ class Election:
             return
         self._next_ms = asked_ms + self._renew_ms
         # Counted from before the question: Redis' own expiry is never earlier than ours.
-        if self._redis.eval(_HOLD, 1, LEASE, self._bridge_id, str(self._lease_ms)):
+        if self._redis.eval(_HOLD, 1, keys.BRIDGE, self._bridge_id, str(self._lease_ms)):
             self._believed_until_ms = asked_ms + self._lease_ms
         else:
             self._believed_until_ms = float("-inf")
@@ -74,4 +73,4 @@ class Election:
     def leave(self) -> None:
         """Lets a standby take over at once. Raises RedisError."""
         self._believed_until_ms = float("-inf")
-        self._redis.eval(_LET_GO, 1, LEASE, self._bridge_id)
+        self._redis.eval(_LET_GO, 1, keys.BRIDGE, self._bridge_id)

@@ -27,9 +27,6 @@ from tasks import keys
 
 log = logging.getLogger(__name__)
 
-GENERATION = f"{keys.EVENTS}:generation"
-"""String: the mark of this life of the events stream. Written by the recorder, no expiry."""
-
 MAX_ROWS = 1000
 """Facts in a batch at most. PERF: a batch has a fixed cost in DuckDB of about 10 ms; in batches of 500 a fact costs
 52 us of CPU, of 1000 30 us, of 2000 no less."""
@@ -136,7 +133,7 @@ class Recorder:
         # SAFETY: one transaction, so that a stream which was emptied and begun anew in between is neither trimmed nor
         # read by the ids of the one before. PERF: the entries do not pass through Lua, which would hold Redis up.
         with self._redis.pipeline(transaction=True) as pipe:
-            pipe.eval(_GIVE_BACK, 2, keys.EVENTS, GENERATION, position.generation, ms, seq, following)
+            pipe.eval(_GIVE_BACK, 2, keys.EVENTS, keys.EVENTS_GENERATION, position.generation, ms, seq, following)
             pipe.xrange(keys.EVENTS, min=following, count=self._max_rows)
             answer, entries = pipe.execute()
         return answer, entries
@@ -147,7 +144,7 @@ class Recorder:
         generation = uuid4().hex
         log.info("the events stream is new to this catalog, reading it from its beginning")
         self._catalog.record({}, replace(position, generation=generation, last_id="0-0"))
-        self._redis.set(GENERATION, generation)
+        self._redis.set(keys.EVENTS_GENERATION, generation)
 
     def _record(self, entries: _Entries, position: Position) -> None:
         facts: list[Fact] = []

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from decode.config import ModelConfig
 
 Naming = Literal["hf", "gguf"]
@@ -133,3 +136,17 @@ def tensor_specs(config: ModelConfig, naming: Naming) -> Iterator[TensorSpec]:
     yield spec("final_norm", None, hidden)
     if not config.tie_word_embeddings:
         yield spec("head", None, config.vocab_size, hidden)
+
+
+def stored_row_order(config: ModelConfig, naming: Naming, spec: TensorSpec) -> npt.NDArray[np.int64] | None:
+    """Which stored row is row i of `spec`; None where they are in order.
+
+    GGUF files of the llama architecture alternate the first and second half of a head in q and k; ours keep each half
+    in a row.
+    """
+    if naming != "gguf" or not FAMILIES[config.family].gguf_interleaves_qk:
+        return None
+    if spec.role not in ("q", "k", "q_bias", "k_bias"):
+        return None
+    stored = np.arange(spec.shape[0]).reshape(-1, config.head_dim // 2, 2)  # [heads, pairs, half]
+    return stored.transpose(0, 2, 1).reshape(-1)

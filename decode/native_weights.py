@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decode.checkpoint import Checkpoint
-from decode.families import FAMILIES, TensorSpec, tensor_specs
+from decode.families import FAMILIES, TensorSpec, stored_row_order, tensor_specs
 from decode.native_pack import LAYOUT, PANEL, Packed, pack
 
 _ALIGN = 64
@@ -68,10 +68,7 @@ def _packed(
     specs = list(tensor_specs(config, checkpoint.naming))
     for done, spec in enumerate(specs):
         tensor = checkpoint.tensors[spec.name]
-        order = None
-        if family.gguf_interleaves_qk and checkpoint.naming == "gguf" and spec.role in ("q", "k", "q_bias", "k_bias"):
-            pairs = np.arange(spec.shape[0]).reshape(-1, config.head_dim // 2, 2)  # stored: neighbouring pairs
-            order = pairs.transpose(0, 2, 1).reshape(-1)
+        order = stored_row_order(config, checkpoint.naming, spec)
         if len(spec.shape) == 2:
             yield spec, pack(tensor, order, eight_bit=eight_bit)
         else:

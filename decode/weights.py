@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from decode.checkpoint import Checkpoint
-from decode.families import FAMILIES, TensorSpec, tensor_specs
+from decode.families import FAMILIES, TensorSpec, stored_row_order, tensor_specs
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
@@ -50,15 +50,8 @@ class WeightReader:
         checkpoint = self._checkpoint
         family = FAMILIES[checkpoint.config.family]
         values = checkpoint.tensors[spec.name].values()
-        if checkpoint.naming == "gguf" and family.gguf_interleaves_qk:
-            if spec.role in ("q", "k", "q_bias", "k_bias"):
-                values = values[interleaved_row_order(spec.shape[0], checkpoint.config.head_dim)]
+        if (order := stored_row_order(checkpoint.config, checkpoint.naming, spec)) is not None:
+            values = values[order]
         elif checkpoint.naming == "hf" and family.hf_norms_are_offsets and spec.is_norm:
             values = values + 1
         return values
-
-
-def interleaved_row_order(num_rows: int, head_dim: int) -> npt.NDArray[np.int64]:
-    """Which stored row is row i: stored heads alternate first and second half, ours have the halves in a row."""
-    stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)  # [heads, pairs, half]
-    return stored.transpose(0, 2, 1).reshape(-1)

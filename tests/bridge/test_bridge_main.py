@@ -29,7 +29,7 @@ from bridge.duties import (
     RecordDuty,
     WatchDuty,
 )
-from bridge.election import LEASE, LEASE_MS, RENEW_MS, Election
+from bridge.election import LEASE_MS, RENEW_MS, Election
 from bridge.main import start_bridge
 from bridge.recorder import Recorder
 from tasks import keys
@@ -75,8 +75,8 @@ def test_a_standby_takes_over_within_a_second_of_a_death(cell: Cell) -> None:
     one, two = (Election(cell.redis, name, monotonic_ms=clock) for name in ("one", "two"))
     one.tick()
     two.tick()
-    assert cell.redis.pttl(LEASE) <= LEASE_MS
-    cell.redis.delete(LEASE)  # it has expired
+    assert cell.redis.pttl(keys.BRIDGE) <= LEASE_MS
+    cell.redis.delete(keys.BRIDGE)  # it has expired
     clock.ms += RENEW_MS
     two.tick()
     assert two.is_active
@@ -120,7 +120,7 @@ def test_one_that_was_stopped_for_a_while_finds_itself_replaced(cell: Cell) -> N
     clock = Clock()
     one, two = (Election(cell.redis, name, monotonic_ms=clock) for name in ("one", "two"))
     one.tick()
-    cell.redis.delete(LEASE)
+    cell.redis.delete(keys.BRIDGE)
     two.tick()
     clock.ms += RENEW_MS
     one.tick()
@@ -136,7 +136,7 @@ def test_leaving_lets_a_standby_in_at_once_and_never_takes_the_lease_of_another(
     two.tick()
     assert two.is_active
     one.leave()
-    assert cell.redis.get(LEASE) == b"two"
+    assert cell.redis.get(keys.BRIDGE) == b"two"
 
 
 # -- the duties, turned by hand
@@ -161,12 +161,12 @@ def test_the_watch_goes_on_when_redis_comes_back_and_says_what_happened(
 
 def test_only_the_active_one_watches(cell: Cell) -> None:
     clock = Clock()
-    cell.redis.set(LEASE, "another")
+    cell.redis.set(keys.BRIDGE, "another")
     cell.redis.zadd(keys.DUE, {"ghost": 1})
     duty = WatchDuty(Election(cell.redis, "one", monotonic_ms=clock), cell.watchdog, clock)
     duty.tick()
     assert cell.redis.zcard(keys.DUE) == 1
-    cell.redis.delete(LEASE)
+    cell.redis.delete(keys.BRIDGE)
     clock.ms += RENEW_MS
     duty.tick()
     assert cell.redis.zcard(keys.DUE) == 0
@@ -335,7 +335,7 @@ def test_a_bridge_in_this_process_records_and_reoffers_over_injected_clients(cel
         wait_until(lambda: cell.queued() == [keys.queue_again("m")])
     finally:
         bridge.stop()
-    assert not cell.redis.exists(LEASE)
+    assert not cell.redis.exists(keys.BRIDGE)
     with open_snapshot(tmp_path / "catalog") as reader:
         assert reader.execute("SELECT request_id, state, num_attempts FROM requests").fetchall() == [
             ("r1", "offered", 2)

@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from bridge.catalog import Catalog, CatalogError, Position
-from bridge.recorder import DAY_MS, FORGET_EVERY_MS, GENERATION, Recorder
+from bridge.recorder import DAY_MS, FORGET_EVERY_MS, Recorder
 from tasks import keys
 from tests.bridge.cell import Cell
 
@@ -349,7 +349,7 @@ def test_another_catalog_takes_the_stream_over_where_the_first_left_it(cell: Cel
 
 def test_the_mark_of_the_stream_is_the_catalogs(cell: Cell, catalog: Catalog) -> None:
     drain(recorder_of(cell, catalog))
-    assert cell.redis.get(GENERATION) == catalog.position.generation.encode()
+    assert cell.redis.get(keys.EVENTS_GENERATION) == catalog.position.generation.encode()
     assert catalog.position != Position()
 
 
