@@ -1,4 +1,4 @@
-"""Publishing: the tokens of each engine step go to Redis in one pipeline, while the next step runs.
+"""Publishing: the tokens of each engine step go to Redis in one script, while the next step runs.
 
 Owns what has been computed and not yet appended, and the sending again while Redis is away (the same entries: a
 re-sent append adds nothing). Refuses to know about the engine: it tells `settle` what became of each append. A

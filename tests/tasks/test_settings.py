@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from decode import factory
+from tasks import settings
 from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, num_workers
 
 
@@ -16,6 +18,10 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert (worker.lease_ms, worker.heartbeat_ms, worker.stall_limit_s) == (500, 100, 30)
     assert bridge.data_dir == Path("var").absolute()
     assert web.redis_url == worker.redis_url == bridge.redis_url == f"unix://{Path('var').absolute()}/redis.sock?db=0"
+
+
+def test_the_variants_that_may_be_set_are_those_that_an_engine_can_be_made_for() -> None:
+    assert settings.VARIANTS == factory.VARIANTS
 
 
 def test_an_empty_value_is_the_default() -> None:
