@@ -121,7 +121,7 @@ class Subscription:
             token_ids = token_ids[num_known:]
             if not token_ids:
                 return
-            event = TokenEvent(self.next_index, event.attempt, token_ids)
+            event = TokenEvent(self.next_index, event.attempt, token_ids, event.logprobs[num_known:])
         self._events.append(event)
         self.next_index += len(token_ids)
         self._num_tokens += len(token_ids)

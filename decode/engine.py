@@ -11,6 +11,7 @@ from typing import Protocol
 
 from decode.block_manager import BlockManager
 from decode.errors import DuplicateSequence, EmptyPrompt, IntegrityError, PromptTooLong, TokenOutOfRange
+from decode.sampling import TokenLogprobs
 from decode.scheduler import Scheduler, StepPlan
 from decode.sequence import FinishReason, Sequence
 
@@ -68,6 +69,8 @@ class SequenceOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token if its `SamplingParams.num_logprobs` is set."""
 
 
 @dataclass(frozen=True, slots=True)

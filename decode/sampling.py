@@ -32,6 +32,29 @@ class SamplingParams:
     """Do not stop at `stop_token_ids` (for benchmarks)."""
     min_tokens: int = 0
     """`stop_token_ids` cannot be chosen before this many output tokens exist."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token that is in the output already."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as many times as the token is in the output already."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens to report beside each output token; None: no log probabilities at all."""
+    grammar: str = ""
+    """A grammar for `decode.grammar` that the output has to follow; empty: none."""
+
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities under the model's own distribution (temperature 1, nothing filtered)."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, its log probability) of the likeliest tokens, likeliest first, ties by id."""
 
 
 def uniform(seed: int, index: int) -> float:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from struct import Struct
 from typing import Any, Literal
 
 import orjson
 
-from decode.sampling import SamplingParams
+from decode.sampling import SamplingParams, TokenLogprobs
 
-CODEC_VERSION = 1
+CODEC_VERSION = 2
 
 EndState = Literal["finished", "cancelled", "failed"]
+Priority = Literal["priority", "default", "flex"]
 
 
 class ContractError(ValueError):
@@ -33,15 +35,20 @@ class GenerationJob:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     created_ms: int
+    priority: Priority = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Output tokens `index`, `index + 1`, ... of one request, in order."""
+    """Output tokens `index`, `index + 1`, ... of one request, in order.
+
+    `logprobs`: one for each token if the job asked for them, else empty.
+    """
 
     index: int
     attempt: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +109,11 @@ def decode_job(data: bytes) -> GenerationJob:
     raw = _load(data, "job")
     try:
         raw["sampling"]["stop_token_ids"] = tuple(raw["sampling"]["stop_token_ids"])
+        raw["sampling"]["logit_bias"] = tuple((token, bias) for token, bias in raw["sampling"]["logit_bias"])
         raw["sampling"] = SamplingParams(**raw["sampling"])
         raw["prompt_token_ids"] = tuple(raw["prompt_token_ids"])
         return GenerationJob(**raw)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ContractError(f"job: {error}") from error
 
 
@@ -124,20 +132,50 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
     )
 
 
+_LOGPROB = Struct("<f")
+_TOP = Struct("<If")
+
+
+def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
+    """The same number of bytes for each token (all have as many `top`), so that a script can cut by index."""
+    return b"".join(
+        _LOGPROB.pack(one.logprob) + b"".join(_TOP.pack(token, logprob) for token, logprob in one.top)
+        for one in logprobs
+    )
+
+
+def unpack_logprobs(data: bytes, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+    """Raises ContractError: not a whole number of entries for each of `num_tokens` (at least 1)."""
+    stride = len(data) // num_tokens
+    if len(data) != stride * num_tokens or stride % _TOP.size != _LOGPROB.size:
+        raise ContractError(f"logprobs: {len(data)} bytes for {num_tokens} tokens")
+    return tuple(
+        TokenLogprobs(
+            _LOGPROB.unpack_from(data, start)[0],
+            tuple(_TOP.iter_unpack(data[start + _LOGPROB.size : start + stride])),
+        )
+        for start in range(0, len(data), stride)
+    )
+
+
 def entry_id(index: int, attempt: int) -> str:
     """The stream entry id of output token `index` written by `attempt` (ids start at 1: 0-0 is not allowed)."""
     return f"{index + 1}-{attempt}"
 
 
 def decode_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
-    """One stream entry to its event. Token entries hold field `t`; the terminal entry holds field `e`.
+    """One stream entry to its event. Token entries hold field `t`, and `l` with log probabilities; the terminal entry
+    holds field `e`.
 
     Raises ContractError.
     """
     first, _, attempt_text = entry.partition(b"-")
     index, attempt = int(first) - 1, int(attempt_text)
     if (tokens := fields.get(b"t")) is not None:
-        return TokenEvent(index, attempt, unpack_tokens(tokens))
+        token_ids = unpack_tokens(tokens)
+        if (logprobs := fields.get(b"l")) is None:
+            return TokenEvent(index, attempt, token_ids)
+        return TokenEvent(index, attempt, token_ids, unpack_logprobs(logprobs, len(token_ids)))
     if (end := fields.get(b"e")) is None:
         raise ContractError(f"entry {entry!r}: neither tokens nor a terminal, fields {sorted(fields)!r}")
     raw = _load(end, "terminal")

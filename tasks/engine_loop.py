@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from decode.engine import Engine, SequenceOutput
 from decode.errors import DecodeError, DeviceOutOfMemory, PromptTooLong
 from decode.sequence import Sequence as EngineSequence
-from tasks.contract import GenerationJob, WorkerLoad
+from tasks.contract import GenerationJob, WorkerLoad, pack_logprobs
 from tasks.gate import Gate
 from tasks.publish import Unpublishable
 from tasks.record import Append, AppendResult, Refused, Terminal
@@ -291,11 +291,13 @@ class EngineLoop:
                 continue
             end = None if output.finish_reason is None else Terminal("finished", output.finish_reason)
             handle.num_cached_tokens = output.num_cached_tokens
-            appends.append(self._append(handle, output.token_ids, end))
+            appends.append(self._append(handle, output.token_ids, end, pack_logprobs(output.logprobs)))
         appends.extend(self._append(handle, (), None) for handle in silent.values() if not handle.is_ending)
         return appends
 
-    def _append(self, handle: Handle, token_ids: tuple[int, ...], end: Terminal | None) -> Append:
+    def _append(
+        self, handle: Handle, token_ids: tuple[int, ...], end: Terminal | None, logprobs: bytes = b""
+    ) -> Append:
         first_index = handle.next_index
         handle.next_index += len(token_ids)
         handle.is_ending = end is not None
@@ -307,4 +309,5 @@ class EngineLoop:
             handle.num_cached_tokens,
             end,
             self._worker,
+            logprobs,
         )

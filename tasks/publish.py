@@ -152,4 +152,9 @@ class Publisher:
 
 
 def _joined(earlier: Append, later: Append) -> Append:
-    return replace(later, first_index=earlier.first_index, token_ids=earlier.token_ids + later.token_ids)
+    return replace(
+        later,
+        first_index=earlier.first_index,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+    )

@@ -76,6 +76,8 @@ class Append:
     num_cached_tokens: int = 0
     terminal: Terminal | None = None
     worker: str = ""
+    logprobs: bytes = b""
+    """`contract.pack_logprobs` of the tokens, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +457,7 @@ def _append_arguments(item: Append) -> Sequence[Argument]:
         pack_tokens(item.token_ids),
         item.num_cached_tokens,
         *terminal,
+        item.logprobs,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.sampling import SamplingParams
+from decode.sampling import SamplingParams, TokenLogprobs
 from tasks import keys
 from tasks.contract import (
     ContractError,
@@ -25,14 +25,18 @@ from tasks.contract import (
     encode_worker_info,
     encode_worker_load,
     entry_id,
+    pack_logprobs,
     pack_tokens,
+    unpack_logprobs,
     unpack_tokens,
 )
 from tests.tasks.cell import info, job
 
 JOB = replace(
     job("chatcmpl-ü", prompt=(0, 1, 2**31)),
-    sampling=SamplingParams(7, 0.5, 0.9, 40, 0.1, 2**63, (1, 2), True, 3),
+    sampling=SamplingParams(
+        7, 0.5, 0.9, 40, 0.1, 2**63, (1, 2), True, 3, 0.5, -0.5, ((7, -100.0), (8, 1.5)), 2, "start: /a/"
+    ),
 )
 
 
@@ -57,6 +61,22 @@ def test_tokens_come_back_as_they_were(token_ids: list[int]) -> None:
     assert unpack_tokens(packed) == tuple(token_ids)
 
 
+@given(st.integers(0, 3), st.lists(st.tuples(st.floats(-50, 0, width=32), st.integers(0, 2**32 - 1)), min_size=1))
+def test_log_probabilities_come_back_as_they_were_in_equal_parts(
+    num_top: int, drawn: list[tuple[float, int]]
+) -> None:
+    logprobs = tuple(TokenLogprobs(value, ((token, value),) * num_top) for value, token in drawn)
+    packed = pack_logprobs(logprobs)
+    assert len(packed) % len(drawn) == 0
+    assert unpack_logprobs(packed, len(drawn)) == logprobs
+
+
+@pytest.mark.parametrize(("data", "num_tokens"), [(b"1234567", 1), (b"12345678", 1), (b"12345", 2), (b"", 1)])
+def test_log_probabilities_that_do_not_fit_their_tokens_are_refused(data: bytes, num_tokens: int) -> None:
+    with pytest.raises(ContractError, match=r"^logprobs: "):
+        unpack_logprobs(data, num_tokens)
+
+
 def test_entries_come_back_as_events() -> None:
     tokens = {b"t": pack_tokens([5, 6])}
     assert decode_entry(entry_id(0, 1).encode(), tokens) == TokenEvent(0, 1, (5, 6))
@@ -72,7 +92,7 @@ def test_entries_come_back_as_events() -> None:
         b"[]",
         b"null",
         b"{}",
-        changed(encode_job(JOB), v=2),
+        changed(encode_job(JOB), v=1),
         changed(encode_job(JOB), v=...),
         changed(encode_job(JOB), model=...),
         changed(encode_job(JOB), surprise=1),
@@ -87,7 +107,7 @@ def test_a_damaged_job_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", changed(encode_worker_info(info()), v=2), changed(encode_worker_info(info()), pid=...)]
+    "data", [b"", changed(encode_worker_info(info()), v=1), changed(encode_worker_info(info()), pid=...)]
 )
 def test_a_damaged_worker_is_refused(data: bytes) -> None:
     with pytest.raises(ContractError, match=r"^worker: "):
@@ -101,7 +121,7 @@ def test_a_damaged_load_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {b"x": b"1"}, {b"t": b"123"}, {b"e": b"?"}, {b"e": b'{"v":1,"state":"finished"}'}],
+    [{}, {b"x": b"1"}, {b"t": b"123"}, {b"e": b"?"}, {b"e": b'{"v":2,"state":"finished"}'}],
 )
 def test_a_damaged_entry_is_refused(fields: dict[bytes, bytes]) -> None:
     with pytest.raises(ContractError):

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from decode.sampling import TokenLogprobs
 from tasks import keys
-from tasks.contract import ContractError, TerminalEvent, TokenEvent, WorkerLoad
+from tasks.contract import ContractError, TerminalEvent, TokenEvent, WorkerLoad, pack_logprobs
 from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
 from tasks.record import Append, Appended, Refused, Reoffer, Terminal
 from tests.conftest import RedisServer
@@ -40,6 +41,21 @@ def test_a_request_goes_from_offered_to_finished(cell: Cell) -> None:
         TokenEvent(1, 1, (6, 7)),
         TerminalEvent(3, 1, "finished", "stop", "", "w1", 2),
     ]
+
+
+def test_log_probabilities_ride_with_their_tokens_and_are_cut_with_them(cell: Cell) -> None:
+    cell.submit()
+    cell.claim()
+    first, second, third = (TokenLogprobs(-float(n), ((n, -0.5), (n + 1, -2.0))) for n in (1, 2, 3))
+
+    def append(index: int, token_ids: tuple[int, ...], *logprobs: TokenLogprobs) -> None:
+        item = Append("r1", 1, index, token_ids, worker="w1", logprobs=pack_logprobs(logprobs))
+        cell.records.append_many([item], cell.now_ms)
+
+    append(0, (5,), first)
+    append(0, (5, 6, 7), first, second, third)
+    append(0, (5, 6, 7), first, second, third)
+    assert cell.stream() == [TokenEvent(0, 1, (5,), (first,)), TokenEvent(1, 1, (6, 7), (second, third))]
 
 
 def test_the_times_of_each_move_are_kept(cell: Cell) -> None:
