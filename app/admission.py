@@ -96,6 +96,10 @@ class Admission:
                 stop_token_ids=eos_token_ids,
                 ignore_eos=call.ignore_eos,
                 min_tokens=call.min_tokens,
+                presence_penalty=call.presence_penalty,
+                frequency_penalty=call.frequency_penalty,
+                logit_bias=call.logit_bias,
+                num_logprobs=call.num_logprobs,
             ),
             created_ms=created_ms,
         )

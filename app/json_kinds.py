@@ -144,6 +144,29 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBiases:
+    """An object of token ids, spelled as strings, to numbers; read as (token id, bias) pairs, each id once."""
+
+    max_pairs: int
+    bias: Number
+
+    def read(self, value: Any, param: str) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, dict):
+            raise invalid(param, f"{param} must be an object of token ids to numbers.", "invalid_type")
+        if len(value) > self.max_pairs:
+            raise invalid(param, f"{param} must have at most {self.max_pairs} entries.")
+        pairs: dict[int, float] = {}
+        for name, bias in value.items():
+            if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= INT32_MAX):
+                raise invalid(param, f"The keys of {param} must be token ids.")
+            pairs[int(name)] = self.bias.read(bias, f"{param}.{name}")
+        return tuple(pairs.items())
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object", "maxProperties": self.max_pairs, "additionalProperties": self.bias.schema()}
+
+
+@dataclass(frozen=True, slots=True)
 class Fields:
     """An object with known fields, each optional; others are ignored, and null is the same as absent."""
 

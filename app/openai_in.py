@@ -29,6 +29,7 @@ from app.json_kinds import (
     Pairs,
     Text,
     TextOrTexts,
+    TokenBiases,
 )
 from app.openai_messages import Messages
 from app.text_edge import ChatMessage
@@ -56,6 +57,11 @@ def _ignored(kind: Kind) -> Field:
 
 _NAME = Text(max_length=512)
 _PENALTY = Number(-2, 2)
+_STREAM_OPTIONS = {
+    "include_usage": Boolean(),
+    "continuous_usage_stats": Boolean(),
+    "include_obfuscation": Boolean(),
+}
 
 CHAT_FIELDS: Mapping[str, Field] = {
     "model": Field(Text(max_length=256, min_length=1), is_required=True),
@@ -67,19 +73,21 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "seed": Field(Integer(*INT64)),
     "stop": Field(TextOrTexts(Text(max_length=1024, min_length=1), max_items=4), default=()),
     "stream": Field(Boolean(), default=False),
-    "stream_options": Field(Fields({"include_usage": Boolean(), "include_obfuscation": Boolean()}), default={}),
-    # Extensions, as other servers have them.
+    "stream_options": Field(Fields(_STREAM_OPTIONS), default={}),
+    "n": Field(Integer(1, 128), default=1),
+    "presence_penalty": Field(_PENALTY, default=0.0),
+    "frequency_penalty": Field(_PENALTY, default=0.0),
+    "logit_bias": Field(TokenBiases(1024, Number(-100, 100)), default=()),
+    "logprobs": Field(Boolean(), default=False),
+    "top_logprobs": Field(Integer(0, 20)),
+    "service_tier": Field(OneOf(("auto", "default", "flex", "scale", "priority")), default="auto"),
+    # Extensions, as other servers have them; "background" as in OpenAI's other API.
+    "background": Field(Boolean(), default=False),
     "top_k": Field(Integer(0, INT32_MAX), default=0),
     "min_p": Field(Number(0, 1), default=0.0),
     "ignore_eos": Field(Boolean(), default=False),
     "min_tokens": Field(Integer(0, INT32_MAX), default=0),
     # Not applied: what asks for nothing is taken, anything else is refused.
-    "n": _refused(Integer(1, 128), 1),
-    "presence_penalty": _refused(_PENALTY, 0.0),
-    "frequency_penalty": _refused(_PENALTY, 0.0),
-    "logit_bias": _refused(Anything(), {}),
-    "logprobs": _refused(Boolean(), False),
-    "top_logprobs": _refused(Integer(0, 20), 0),
     "response_format": _refused(Anything(), {"type": "text"}),
     "tools": _refused(Anything(), []),
     "tool_choice": _refused(Anything(), "none", "auto"),
@@ -93,7 +101,6 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "metadata": _ignored(Pairs(16, Text(64), Text(512))),
     "user": _ignored(_NAME),
     "store": _ignored(Boolean()),
-    "service_tier": _ignored(OneOf(("auto", "default", "flex", "scale", "priority"))),
     "prediction": _ignored(Anything()),
     "reasoning_effort": _ignored(_NAME),
     "verbosity": _ignored(_NAME),
@@ -120,6 +127,17 @@ class ChatCall:
     min_p: float
     ignore_eos: bool
     min_tokens: int
+    n: int = 1
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens to show beside each token; None: no log probabilities at all."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    service_tier: str = "auto"
+    background: bool = False
+    """The answer outlives whoever reads it."""
+    continuous_usage: bool = False
+    """Every chunk of a stream has the usage so far."""
 
 
 def check_headers(content_type: str | None, content_encoding: str | None) -> None:
@@ -142,6 +160,8 @@ def parse_chat(body: bytes) -> ChatCall:
     max_tokens = values["max_completion_tokens"] or values["max_tokens"]
     if max_tokens is not None and values["min_tokens"] > max_tokens:
         raise invalid("min_tokens", "min_tokens must not be greater than max_completion_tokens.")
+    if values["top_logprobs"] and not values["logprobs"]:
+        raise invalid("top_logprobs", "top_logprobs may only be given when logprobs is true.")
     return ChatCall(
         model=values["model"],
         messages=values["messages"],
@@ -156,6 +176,14 @@ def parse_chat(body: bytes) -> ChatCall:
         min_p=values["min_p"],
         ignore_eos=values["ignore_eos"],
         min_tokens=values["min_tokens"],
+        n=values["n"],
+        num_logprobs=(values["top_logprobs"] or 0) if values["logprobs"] else None,
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        logit_bias=values["logit_bias"],
+        service_tier=values["service_tier"],
+        background=values["background"],
+        continuous_usage=options.get("continuous_usage_stats", False),
     )
 
 

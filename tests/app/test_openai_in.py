@@ -93,7 +93,6 @@ def test_a_required_field_must_be_there(name: str) -> None:
         ("top_k", "1.5"),
         ("presence_penalty", "10"),
         ("presence_penalty", "NaN"),
-        ("presence_penalty", "0.5"),
         ("frequency_penalty", "-2.1"),
         ("max_tokens", "0"),
         ("max_tokens", "-1"),
@@ -118,15 +117,21 @@ def test_a_required_field_must_be_there(name: str) -> None:
         ("stream_options", "true"),
         ("ignore_eos", "0"),
         ("n", "0"),
-        ("n", "2"),
         ("n", "129"),
         ("n", "true"),
         ("model", "5"),
         ("model", '""'),
-        ("logprobs", "true"),
+        ("logprobs", "1"),
         ("top_logprobs", "21"),
         ("top_logprobs", "5"),
-        ("logit_bias", '{"50256":-100}'),
+        ("logit_bias", "[]"),
+        ("logit_bias", '{"x":1}'),
+        ("logit_bias", '{"-1":1}'),
+        ("logit_bias", '{"9999999999":1}'),
+        ("logit_bias", '{"\u0661":1}'),
+        ("logit_bias", json.dumps({str(number): 1 for number in range(1025)})),
+        ("presence_penalty", "2.1"),
+        ("background", '"yes"'),
         ("response_format", '{"type":"json_object"}'),
         ("tools", '[{"type":"function"}]'),
         ("tool_choice", '"required"'),
@@ -177,6 +182,8 @@ def test_a_value_that_a_field_cannot_have_is_refused_naming_the_field(name: str,
         ("messages", '[{"role":"tool","content":"x"}]', "messages[0].tool_call_id"),
         ("messages", '[{"role":"user","content":"\\ud83d"}]', "messages[0].content"),
         ("stream_options", '{"include_usage":1}', "stream_options.include_usage"),
+        ("logit_bias", '{"5":100.5}', "logit_bias.5"),
+        ("logit_bias", '{"5":NaN}', "logit_bias.5"),
     ],
 )
 def test_a_value_inside_is_named_by_its_place(name: str, literal: str, param: str) -> None:
@@ -191,11 +198,12 @@ def test_a_value_inside_is_named_by_its_place(name: str, literal: str, param: st
         ("top_p", 1),
         ("seed", -(2**63)),
         ("seed", 2**63 - 1),
-        ("n", 1),
+        ("n", 128),
         ("presence_penalty", 0),
         ("frequency_penalty", 0.0),
-        ("logit_bias", {}),
-        ("logprobs", False),
+        ("logit_bias", {"50256": -100}),
+        ("logprobs", True),
+        ("background", True),
         ("top_logprobs", 0),
         ("response_format", {"type": "text"}),
         ("tools", []),
@@ -232,6 +240,17 @@ def test_stream_options_need_stream() -> None:
 def test_min_tokens_cannot_be_more_than_the_limit() -> None:
     assert refusal(min_tokens=6, max_tokens=5).param == "min_tokens"
     assert parse(min_tokens=5, max_tokens=5).min_tokens == 5
+
+
+def test_log_probabilities_are_asked_for_with_and_without_others_beside_them() -> None:
+    assert parse().num_logprobs is None
+    assert parse(logprobs=True).num_logprobs == 0
+    assert parse(logprobs=True, top_logprobs=5).num_logprobs == 5
+    assert refusal(top_logprobs=5, logprobs=False).param == "top_logprobs"
+
+
+def test_biases_are_read_as_numbers_of_tokens() -> None:
+    assert parse(logit_bias={"7": -100, "8": 0.5}).logit_bias == ((7, -100.0), (8, 0.5))
 
 
 def test_list_content_is_joined_text() -> None:
