@@ -201,7 +201,9 @@ class Reader:
 
     def _decode(self, feed: Feed, entries: Entries, batch: Batch) -> None:
         try:
-            events = [decode_entry(entry, {fields[0]: fields[1]}) for entry, fields in entries]
+            events = [
+                decode_entry(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in entries
+            ]
         except ContractError as error:
             logger.error("%s unreadable entry: %s", feed.subscription.request_id, error)
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))

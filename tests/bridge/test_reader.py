@@ -9,8 +9,9 @@ from redis import Redis
 from redis.exceptions import ConnectionError
 
 from bridge.subscription import StreamLost
+from decode.sampling import TokenLogprobs
 from tasks import keys
-from tasks.contract import TerminalEvent, TokenEvent
+from tasks.contract import TerminalEvent, TokenEvent, entry_id, pack_logprobs, pack_tokens
 from tests.bridge.streams import Streams, ready, run
 from tests.conftest import RedisServer
 
@@ -81,6 +82,17 @@ def test_tokens_that_redis_lost_and_got_again_in_other_entries_are_found(redis_s
         await streams.turn()
         await streams.turn()
         assert ready(subscription) == [TokenEvent(3, 1, (4, 5)), TokenEvent(5, 1, (6,))]
+
+    run(redis_server, test)
+
+
+def test_log_probabilities_come_with_their_tokens(redis_server: RedisServer) -> None:
+    async def test(streams: Streams) -> None:
+        subscription = streams.open("a")
+        logprobs = (TokenLogprobs(-0.5, ((5, -0.5),)), TokenLogprobs(-1.5, ((7, -0.25),)))
+        streams.redis.xadd(keys.out("a"), {"t": pack_tokens((5, 6)), "l": pack_logprobs(logprobs)}, id=entry_id(0, 1))
+        await streams.turn()
+        assert ready(subscription) == [TokenEvent(0, 1, (5, 6), logprobs)]
 
     run(redis_server, test)
 
