@@ -1,7 +1,7 @@
 """A whole cell as child processes over one folder: Valkey, web, bridge and workers, each with a log in the folder.
 
-Owns starting them, asking whether they are there, and always ending them. Refuses to know who watches: the demo and
-the end-to-end tests do. People's servers are run by honcho (`tokenferry.serve`) instead.
+Owns starting them, asking whether they are there, and always ending them. Refuses to know who watches: the demo, the
+end-to-end tests and the fault driver do. People's servers are run by honcho (`tokenferry.serve`) instead.
 """
 
 from __future__ import annotations
@@ -52,8 +52,14 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
 
+    def kill(self) -> None:
+        """SIGKILL to the group: supervisor and what it supervises are gone at once, as with their machine."""
+        self.signal_group(signal.SIGKILL)
+        self.popen.wait()
+
     def end(self) -> int:
         """SIGTERM to the group, SIGKILL when that takes too long. Returns the exit status."""
+        self.signal_group(signal.SIGCONT)
         self.signal_group(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(END_S)
@@ -70,6 +76,7 @@ class Cell:
         *,
         model: str,
         num_workers: int = 1,
+        num_web: int = 1,
         environ: Mapping[str, str] | None = None,
         start_s: float = 60.0,
     ) -> None:
@@ -78,12 +85,12 @@ class Cell:
         self.model = model
         self.num_workers = num_workers
         self.start_s = start_s
-        self.port = free_port()
+        self.ports = [free_port() for _ in range(num_web)]
+        """One for each web process, in the order of `web_names`."""
         self.valkey = Valkey(folder)
         self.environ = {
             **{name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "HONCHO_PROCESS_NAME")},
             "HOST": HOST,
-            "PORT": str(self.port),
             "DATA_DIR": str(folder),
             "MODEL": model,
             **(environ or {}),
@@ -93,19 +100,54 @@ class Cell:
         self.records = RequestRecords(self.redis)
 
     @property
+    def port(self) -> int:
+        """Of the first web process."""
+        return self.ports[0]
+
+    @property
     def base_url(self) -> str:
         return f"http://{HOST}:{self.port}/v1"
 
-    def start(self, name: str, command: str) -> Process:
-        process = Process(name, command, self.environ, self.folder)
+    @property
+    def web_names(self) -> list[str]:
+        return ["web", *(f"web.{number}" for number in range(2, len(self.ports) + 1))]
+
+    @property
+    def worker_names(self) -> list[str]:
+        return [f"worker.{number}" for number in range(1, self.num_workers + 1)]
+
+    def environ_of(self, name: str) -> Mapping[str, str]:
+        """What the process of that name is started with."""
+        if name in self.web_names:
+            return {**self.environ, "PORT": str(self.ports[self.web_names.index(name)])}
+        return self.environ
+
+    def start(self, name: str, command: str, **environ: str) -> Process:
+        """Start a process, with `environ` added. It ends with the thread that starts it (Linux)."""
+        process = Process(name, command, {**self.environ_of(name), **environ}, self.folder)
         self.processes.append(process)
         return process
 
+    def process(self, name: str) -> Process:
+        return next(process for process in self.processes if process.name == name)
+
     def end(self, name: str) -> int:
         """End the process of that name in good order. Returns its exit status."""
-        process = next(process for process in self.processes if process.name == name)
+        process = self.process(name)
         self.processes.remove(process)
         return process.end()
+
+    def kill(self, name: str) -> None:
+        """SIGKILL the process of that name and what it supervises. Nothing starts it again."""
+        process = self.process(name)
+        self.processes.remove(process)
+        process.kill()
+
+    def restart_redis(self) -> None:
+        """SIGKILL Valkey and start it again over its append-only file; back when it answers."""
+        self.valkey.kill()
+        self.valkey.start()
+        self.valkey.wait_until_ready()
 
     def workers(self) -> list[WorkerInfo]:
         """The live ones."""
@@ -113,7 +155,7 @@ class Cell:
 
     def is_complete(self) -> bool:
         """Every worker has joined and the web process would take a request."""
-        return is_ready(HOST, self.port) and len(self.workers()) == self.num_workers
+        return all(is_ready(HOST, port) for port in self.ports) and len(self.workers()) == self.num_workers
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
         """Raises ForPeople, with the end of every log, when a process ends or the time is over."""
@@ -137,10 +179,11 @@ class Cell:
     def __enter__(self) -> Cell:
         try:
             self.valkey.start()
-            self.start("web", "web")
+            for name in self.web_names:
+                self.start(name, "web")
             self.start("bridge", "bridge")
-            for number in range(1, self.num_workers + 1):
-                self.start(f"worker.{number}", "worker")
+            for name in self.worker_names:
+                self.start(name, "worker")
             self.wait_until(self.is_complete, "the cell is ready", self.start_s)
         except BaseException:
             self.stop()
@@ -155,6 +198,7 @@ class Cell:
     def stop(self) -> None:
         """End every process, Valkey last."""
         for process in self.processes:
+            process.signal_group(signal.SIGCONT)
             process.signal_group(signal.SIGTERM)
         while self.processes:
             self.processes.pop().end()

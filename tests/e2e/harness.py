@@ -47,11 +47,14 @@ class TestedCell(Cell):
         *,
         model: str = "scripted",
         num_workers: int = 1,
+        num_web: int = 1,
         environ: Mapping[str, str] | None = None,
         start_s: float = 60.0,
     ) -> None:
         environ = {"PREFLIGHT_FORCE": "1", **(environ or {})}
-        super().__init__(folder, model=model, num_workers=num_workers, environ=environ, start_s=start_s)
+        super().__init__(
+            folder, model=model, num_workers=num_workers, num_web=num_web, environ=environ, start_s=start_s
+        )
 
     def __enter__(self) -> TestedCell:
         super().__enter__()
@@ -110,9 +113,9 @@ class TestedCell(Cell):
                     seen.num_cached_tokens = (details.cached_tokens or 0) if details else 0
         return seen
 
-    def get(self, path: str) -> int:
-        """The status of a GET."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
+    def get(self, path: str, web: int = 0) -> int:
+        """The status of a GET, of the web process with that position."""
+        connection = http.client.HTTPConnection(HOST, self.ports[web], timeout=10)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -137,6 +140,21 @@ class TestedCell(Cell):
             if info.worker == worker:
                 with suppress(ProcessLookupError):
                     os.kill(info.pid, signal.SIGKILL)
+
+    def pid_at_work(self, name: str) -> int | None:
+        """The process that does the work of `name`: the child of its supervisor. None between two of them."""
+        supervisor = self.process(name).popen.pid
+        try:
+            children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        except OSError:
+            return None
+        return int(children[0]) if children else None
+
+    def wait_pid_at_work(self, name: str, other_than: int | None = None) -> int:
+        self.wait_until(lambda: self.pid_at_work(name) not in (None, other_than), f"{name} works")
+        pid = self.pid_at_work(name)
+        assert pid is not None
+        return pid
 
     def wait_quiet(self, timeout_s: float = 20.0) -> None:
         """Wait until nothing is left of any request: no slot, no block, no held entry, no reader, no open record."""
@@ -165,6 +183,9 @@ class TestedCell(Cell):
         faults = []
         for key in self.redis.scan_iter("tf:{*}:out"):
             raw: Any = self.redis.xrange(key)
+            if not raw:
+                faults.append(f"{key!r}: empty")
+                continue
             *tokens, last = [decode_entry(entry, fields) for entry, fields in raw]
             index = 0
             for event in tokens:
