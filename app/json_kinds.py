@@ -6,7 +6,6 @@ checked value or raises `ApiError` naming `param`; a bool is never a number, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,7 +59,8 @@ class Number:
     def read(self, value: Any, param: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise invalid(param, f"{param} must be a number.", "invalid_type")
-        if not math.isfinite(value) or not self.low <= value <= self.high or (self.above and value == self.low):
+        # NaN is in no range.
+        if not self.low <= value <= self.high or (self.above and value == self.low):
             span = f"greater than {self.low:g} and at most" if self.above else f"from {self.low:g} to"
             raise invalid(param, f"{param} must be a number {span} {self.high:g}.")
         return float(value)
@@ -202,11 +202,12 @@ class Neutral:
 
     kind: Kind
     neutral: tuple[Any, ...]
+    why: str
 
     def read(self, value: Any, param: str) -> Any:
         value = self.kind.read(value, param)
         if value not in self.neutral:
-            raise invalid(param, f"This value of {param} is not supported by this server.", "unsupported_value")
+            raise invalid(param, f"This value of {param} is not supported here. {self.why}", "unsupported_value")
         return value
 
     def schema(self) -> dict[str, Any]:
