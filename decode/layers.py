@@ -72,7 +72,7 @@ class Linear:
         self.dtype, self.device = weight.dtype, weight.device
         self.counts = RowCounts(_CANDIDATES)
         self._bias = bias
-        self._is_packed = weight.device.type == "cpu" and torch._C._has_mkldnn
+        self._is_packed = weight.device.type == "cpu" and can_pack(weight.dtype)
         self._weight = torch_mkldnn._reorder_linear_weight(weight, _TILE) if self._is_packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,6 +99,11 @@ class Linear:
             y: Tensor = torch_mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y
         return torch.nn.functional.linear(x, self._weight, self._bias)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes packed weights of this type here: for bf16 the processor needs AVX-512."""
+    return bool(torch._C._has_mkldnn and (dtype != torch.bfloat16 or torch_mkldnn._is_mkldnn_bf16_supported()))
 
 
 def cancelling(
