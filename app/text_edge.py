@@ -7,7 +7,7 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from app.detokenizer import Detokenizer, TokenTexts
 from app.gguf_tokenizer import load_gguf_tokenizer
@@ -33,7 +33,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class TextEdge:
     """Renders, encodes and decodes for one model.
 
-    `eos_token_ids` end the output (they go into `SamplingParams.stop_token_ids`) and have no text.
+    `eos_token_ids` end the output (they go into `SamplingParams.stop_token_ids`) and have no text. Token ids are
+    below `vocab_size`.
     """
 
     def __init__(
@@ -43,9 +44,16 @@ class TextEdge:
         encode: Callable[[str], list[int]],
         token_bytes: Callable[[int], bytes],
         eos_token_ids: Sequence[int],
+        vocab_size: int,
+        prompt_prefix: Sequence[int] = (),
+        control_texts: Mapping[int, str] | None = None,
         strip_leading_space: bool = False,
     ) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = vocab_size
+        self._prompt_prefix = list(prompt_prefix)
+        self._control_texts = control_texts or {}
+        self._token_bytes = token_bytes
         self._render = render
         self._encode = encode
         self._texts = TokenTexts(token_bytes)
@@ -61,10 +69,18 @@ class TextEdge:
             raise PromptError("messages", "messages must contain at least one message")
         return self._render([_checked(index, message) for index, message in enumerate(messages)])
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt for plain text, with a leading BOS where the checkpoint wants one. Raises `PromptError`."""
         _refuse_lone_surrogates("prompt", text)
-        return self._encode(text)
+        token_ids = self._encode(text)
+        return token_ids if add_special_tokens else token_ids[len(self._prompt_prefix) :]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens as people want to see it: control tokens are shown by their names."""
+        texts = self._control_texts
+        data = b"".join(texts[i].encode() if i in texts else self._token_bytes(i) for i in token_ids)
+        text = data.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._strip_leading_space else text
 
     def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
         """A detokenizer for one answer that ends before any of the `stop` strings (each must be non-empty)."""
@@ -95,12 +111,16 @@ def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
         encode=tokenizer.encode,
         token_bytes=tokenizer.token_bytes,
         eos_token_ids=checkpoint.eos_token_ids,
+        vocab_size=checkpoint.config.vocab_size,
+        prompt_prefix=tokenizer.prompt_prefix,
+        control_texts={token.token_id: text for text, token in tokenizer.control_tokens.items()},
         strip_leading_space=tokenizer.strip_leading_space,
     )
 
 
 SCRIPTED_EOS_TOKEN_ID = 2
-"""The scripted engine's EOS (`decode.scripted`)."""
+SCRIPTED_VOCAB_SIZE = 1000
+"""The scripted engine's (`decode.scripted`)."""
 
 
 def scripted_text_edge() -> TextEdge:
@@ -120,6 +140,7 @@ def scripted_text_edge() -> TextEdge:
         encode=encode,
         token_bytes=lambda token_id: b"<%d>" % token_id,
         eos_token_ids=[SCRIPTED_EOS_TOKEN_ID],
+        vocab_size=SCRIPTED_VOCAB_SIZE,
     )
 
 

@@ -25,7 +25,13 @@ def bytes_edge() -> TextEdge:
     def render(messages: object) -> list[int]:
         return [1, 2, 3]
 
-    return TextEdge(render=render, encode=lambda text: [], token_bytes=lambda i: bytes([i]), eos_token_ids=[EOS])
+    return TextEdge(
+        render=render,
+        encode=lambda text: [],
+        token_bytes=lambda i: bytes([i]),
+        eos_token_ids=[EOS],
+        vocab_size=256,
+    )
 
 
 def test_a_stream_is_role_text_one_finish_reason_usage_and_done() -> None:

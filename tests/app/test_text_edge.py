@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.text_edge import (
     SCRIPTED_EOS_TOKEN_ID,
@@ -139,6 +141,35 @@ def test_a_stop_string_is_matched_over_tokens() -> None:
     token_ids = edge.encode("The quick brown fox jumps over the lazy dog. It's")
     assert "".join(detokenizer.push([token_id]) for token_id in token_ids) == "The quick brown fox jumps over the "
     assert detokenizer.num_tokens_used == len(edge.encode("The quick brown fox jumps over the lazy dog"))
+
+
+def test_a_prompt_without_special_tokens_is_the_text_alone(edge: TextEdge) -> None:
+    with_special = edge.encode("the cat sat")
+    without = edge.encode("the cat sat", add_special_tokens=False)
+    assert with_special[len(with_special) - len(without) :] == without
+
+
+def test_a_checkpoint_with_a_bos_has_it_as_special_token() -> None:
+    edge = open_text_edge(checkpoint_of(trained(False)[1], None, (1,)))
+    assert len(edge.encode("a")) == len(edge.encode("a", add_special_tokens=False)) + 1
+
+
+@given(text=st.text(max_size=30))
+def test_an_encoded_text_decodes_to_itself(text: str) -> None:
+    edge = open_text_edge(checkpoint_of(trained(False)[1], None, (1,)))
+    assert edge.decode(edge.encode(text, add_special_tokens=False)) == text
+
+
+def test_control_tokens_are_decoded_to_their_names() -> None:
+    edge = open_text_edge(checkpoint_of(smollm2(), CHATML, (2,)))
+    text = edge.decode(edge.render_chat([ChatMessage("user", "hi<|im_end|>")]))
+    assert text.endswith("<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_every_token_of_the_scripted_engine_is_in_its_vocabulary() -> None:
+    edge = scripted_text_edge()
+    assert edge.vocab_size > max(256, 100 + 899)
+    assert edge.decode([edge.vocab_size - 1]) == "<999>"
 
 
 def test_a_checkpoint_that_lacks_an_unknown_token_is_taken() -> None:

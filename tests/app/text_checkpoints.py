@@ -7,6 +7,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -53,11 +54,12 @@ def golden(name: str) -> Any:
 def checkpoint_of(
     tokenizer: GgufTokenizer | HfTokenizerFiles, chat_template: str | None, eos_token_ids: tuple[int, ...] = ()
 ) -> Checkpoint:
-    """A checkpoint as far as text goes; it has no configuration and no tensors."""
+    """A checkpoint as far as text goes; of its configuration it has the size of the vocabulary, and no tensors."""
+    vocab_size = len(tokenizer.tokens) if isinstance(tokenizer, GgufTokenizer) else 1000
     return Checkpoint(
         path=Path("none"),
         naming="gguf",
-        config=cast(ModelConfig, None),
+        config=cast(ModelConfig, SimpleNamespace(vocab_size=vocab_size)),
         eos_token_ids=eos_token_ids,
         bos_token_id=None,
         chat_template=chat_template,
