@@ -22,11 +22,14 @@ from falcon.asgi import Request, Response
 
 from app.admission import Admission
 from app.answers import Closer, OpenAnswers
+from app.api_keys import ApiKeys, KeyFile
 from app.chat import ChatCompletions, ChatSettings
+from app.cors import ANY, Cors
 from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
 from app.errors import ApiError, internal_error
 from app.health import Live, Ready
 from app.models import Models
+from app.response_headers import ResponseHeaders
 from app.text_edge import TextEdge
 from bridge.reader import Reader
 from tasks.record import RequestRecords
@@ -44,6 +47,7 @@ class ApplicationSettings:
     max_body_bytes: int = 8 * 1024 * 1024
     keep_alive_s: float = 10.0
     stall_limit_s: float = 30.0
+    cors_origins: tuple[str, ...] = (ANY,)
 
 
 class Application:
@@ -115,6 +119,7 @@ def create_app(
     submitter: Submitter,
     reader: Reader,
     settings: ApplicationSettings,
+    keys: KeyFile | None = None,
     pool: Executor | None = None,
     monotonic: Callable[[], float] = time.monotonic,
     clock: Callable[[], float] = time.time,
@@ -147,20 +152,12 @@ def create_app(
     asgi.add_route("/v1/models/{model:path}", models, suffix="one")
     asgi.add_route("/livez", Live())
     asgi.add_route("/readyz", Ready(list(text_edges), records, answers, pool))
-    asgi.add_middleware(RequestIds())
+    asgi.add_middleware([ResponseHeaders(monotonic), Cors(settings.cors_origins), ApiKeys(keys)])
     asgi.add_error_handler(Exception, _on_exception)
     asgi.add_error_handler(HTTPError, _on_http_error)
     asgi.add_error_handler(ApiError, _on_api_error)
     watch = DisconnectWatch(cast(Asgi, asgi), stall_limit_s=settings.stall_limit_s, clock=monotonic)
     return Application(watch, reader, answers, closer)
-
-
-class RequestIds:
-    """Every response has an `x-request-id`; for a chat answer it is the id of the completion."""
-
-    async def process_response(self, req: Request, resp: Response, resource: object, req_succeeded: bool) -> None:
-        if resp.get_header("x-request-id") is None:
-            resp.set_header("x-request-id", f"req-{uuid4().hex}")
 
 
 async def _on_api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:

@@ -25,6 +25,8 @@ class Live:
     async def on_get(self, req: Request, resp: Response) -> None:
         resp.media = {"status": "ok"}
 
+    on_head = on_get
+
 
 class Ready:
     """Ready means: not draining, Redis answers, and every model has a live worker."""
@@ -45,6 +47,8 @@ class Ready:
             resp.status = HTTP_503
             resp.set_header("retry-after", "1")
             resp.media = {"status": "unavailable", "reason": reason}
+
+    on_head = on_get
 
     def _look(self) -> str | None:
         try:

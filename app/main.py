@@ -12,6 +12,7 @@ import socket
 import sys
 from uuid import uuid4
 
+from app.api_keys import KeyFile, KeyFileError
 from app.application import ApplicationSettings, create_app
 from app.protocol import Server, listen
 from app.text_edge import TextEdge, open_text_edge, scripted_text_edge
@@ -35,7 +36,8 @@ def run(settings: WebSettings) -> None:
 
     Raises ModelError, CheckpointError or TokenizerError for a model that cannot be used.
     """
-    limits = ApplicationSettings(max_waiting=settings.max_waiting)
+    limits = application_settings(settings)
+    keys = key_file(settings)
     listener = _listen(settings, limits)
     redis = connect(settings.redis_url, use="short")
     records = RequestRecords(
@@ -48,7 +50,12 @@ def run(settings: WebSettings) -> None:
     reader = Reader(connect(settings.redis_url, use="blocking", max_connections=2), redis, reader_id, records)
     model, edge = text_edge_of(settings)
     application = create_app(
-        text_edges={model: edge}, records=records, submitter=submitter, reader=reader, settings=limits
+        text_edges={model: edge},
+        records=records,
+        submitter=submitter,
+        reader=reader,
+        settings=limits,
+        keys=keys,
     )
     # The reader's thread must not keep the event loop from running for a whole default interval of 5 ms.
     sys.setswitchinterval(0.001)
@@ -64,6 +71,20 @@ def text_edge_of(settings: WebSettings) -> tuple[str, TextEdge]:
     if settings.model == SCRIPTED:
         return SCRIPTED, scripted_text_edge()
     return served_name(settings.model), open_text_edge(open_checkpoint(resolve(settings.model, settings.cache_dir)))
+
+
+def application_settings(settings: WebSettings) -> ApplicationSettings:
+    return ApplicationSettings(max_waiting=settings.max_waiting, cors_origins=settings.cors_origins)
+
+
+def key_file(settings: WebSettings) -> KeyFile | None:
+    """Who is let in. Ends the process if the file cannot be used."""
+    if settings.api_keys_file is None:
+        return None
+    try:
+        return KeyFile(settings.api_keys_file)
+    except KeyFileError as error:
+        sys.exit(f"API_KEYS_FILE: {error}")
 
 
 def _listen(settings: WebSettings, limits: ApplicationSettings) -> socket.socket:

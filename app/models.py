@@ -24,6 +24,9 @@ class Models:
     async def on_get_one(self, req: Request, resp: Response, model: str) -> None:
         resp.media = self._one(model)
 
+    on_head = on_get
+    on_head_one = on_get_one
+
     def _one(self, model: str) -> dict[str, Any]:
         if model not in self._models:
             raise model_not_found(model)

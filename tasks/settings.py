@@ -6,6 +6,7 @@ variable and says what is allowed. Only composition roots read settings.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ Environ = Mapping[str, str]
 VARIANTS = ("auto", "q4", "q8", "bf16", "fp32")
 DEVICES = ("cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+")
+"""As a browser spells it: scheme, host and port in lower case, and nothing after."""
 
 
 class SettingsError(ValueError):
@@ -33,6 +37,10 @@ class WebSettings:
     lease_ms: int
     stream_ttl_s: int
     first_token_deadline_s: int
+    api_keys_file: Path | None
+    """None: everybody is let in."""
+    cors_origins: tuple[str, ...]
+    """"*" is every origin; empty is none."""
     log_level: str
 
     @classmethod
@@ -48,6 +56,8 @@ class WebSettings:
             lease_ms=_lease_ms(environ),
             stream_ttl_s=_stream_ttl_s(environ),
             first_token_deadline_s=_first_token_deadline_s(environ),
+            api_keys_file=_file(environ, "API_KEYS_FILE"),
+            cors_origins=_cors_origins(environ),
             log_level=_log_level(environ),
         )
 
@@ -170,6 +180,30 @@ def _first_token_deadline_s(environ: Environ) -> int:
 
 def _log_level(environ: Environ) -> str:
     return _choice(environ, "LOG_LEVEL", "info", LOG_LEVELS)
+
+
+def _file(environ: Environ, name: str) -> Path | None:
+    text = _text(environ, name, "")
+    if not text:
+        return None
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise SettingsError(f"{name} must be a file that exists, not {text!r}")
+    return path
+
+
+def _cors_origins(environ: Environ) -> tuple[str, ...]:
+    text = _text(environ, "CORS_ORIGINS", "*")
+    if text in ("*", "none"):
+        return () if text == "none" else ("*",)
+    origins = tuple(text.replace(",", " ").split())
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise SettingsError(
+                "CORS_ORIGINS must be *, none, or origins such as https://chat.example:8443 with commas between them,"
+                f" not {origin!r}"
+            )
+    return origins
 
 
 def _text(environ: Environ, name: str, default: str) -> str:

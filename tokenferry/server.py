@@ -21,7 +21,7 @@ import fakeredis
 from redis import Redis
 
 from app.application import Application, ApplicationSettings, create_app
-from app.main import text_edge_of
+from app.main import application_settings, key_file, text_edge_of
 from app.protocol import Server as HttpServer
 from app.protocol import listen
 from bridge.main import start_bridge
@@ -103,10 +103,14 @@ def open_server(
         )
         stack.callback(running.stop)
         served, edge = text_edge_of(web)
-        limits = ApplicationSettings(max_waiting=web.max_waiting)
         reader = Reader(connect("blocking"), connect("short"), f"local-{uuid4().hex[:8]}", records)
         application = create_app(
-            text_edges={served: edge}, records=records, submitter=submitter, reader=reader, settings=limits
+            text_edges={served: edge},
+            records=records,
+            submitter=submitter,
+            reader=reader,
+            settings=application_settings(web),
+            keys=key_file(web),
         )
         stack.enter_context(_serving(application, listener))
         yield LocalServer(served, origin(host, listener.getsockname()[1]), records)

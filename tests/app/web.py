@@ -14,6 +14,7 @@ from typing import Any
 import fakeredis
 import orjson
 
+from app.api_keys import KeyFile
 from app.application import Application, ApplicationSettings, create_app
 from app.text_edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, scripted_text_edge
 from bridge.reader import Reader
@@ -103,7 +104,7 @@ class Exchange:
         self._left = asyncio.Event()
         self._reading = asyncio.Event()
         self._reading.set()
-        self._scope = {
+        self.scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
@@ -119,8 +120,8 @@ class Exchange:
             "tokenferry.abort": self._abort,
         }
         if web.has_outlet:
-            self._scope["tokenferry.outlet"] = self
-        self.task = asyncio.ensure_future(web.app(self._scope, self._receive, self._send))
+            self.scope["tokenferry.outlet"] = self
+        self.task = asyncio.ensure_future(web.app(self.scope, self._receive, self._send))
 
     @property
     def json(self) -> Any:
@@ -198,7 +199,12 @@ class Web:
     """Everything of one web process, on the running event loop."""
 
     def __init__(
-        self, *, text_edges: Mapping[str, TextEdge] | None = None, outlet: bool = False, **settings: Any
+        self,
+        *,
+        text_edges: Mapping[str, TextEdge] | None = None,
+        outlet: bool = False,
+        keys: KeyFile | None = None,
+        **settings: Any,
     ) -> None:
         self.has_outlet = outlet
         server = fakeredis.FakeServer()
@@ -219,6 +225,7 @@ class Web:
             submitter=self.submitter,
             reader=self.reader,
             settings=ApplicationSettings(**settings),
+            keys=keys,
             pool=Inline(),
             clock=lambda: START_S,
             monotonic=lambda: self.now_s,

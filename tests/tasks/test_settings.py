@@ -47,6 +47,12 @@ def test_the_embedded_server_follows_the_data_folder() -> None:
         ("STREAM_TTL_S", "0"),
         ("FIRST_TOKEN_DEADLINE_S", "1.5"),
         ("LOG_LEVEL", "loud"),
+        ("API_KEYS_FILE", "/no/such/file"),
+        ("API_KEYS_FILE", "/"),
+        ("CORS_ORIGINS", "chat.example"),
+        ("CORS_ORIGINS", "https://chat.example/"),
+        ("CORS_ORIGINS", "https://chat.example, *"),
+        ("CORS_ORIGINS", "https://Chat.example"),
     ],
 )
 def test_a_bad_value_of_the_web_process_names_its_variable(name: str, value: str) -> None:
@@ -71,6 +77,23 @@ def test_a_bad_value_of_the_web_process_names_its_variable(name: str, value: str
 def test_a_bad_value_of_the_worker_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"^{name} must"):
         WorkerSettings.from_env({name: value})
+
+
+def test_origins_are_any_none_or_a_list() -> None:
+    def origins(value: str) -> tuple[str, ...]:
+        return WebSettings.from_env({"CORS_ORIGINS": value}).cors_origins
+
+    assert origins("") == origins("*") == ("*",)
+    assert origins("none") == ()
+    listed = "https://chat.example:8443, http://[::1]:3000,app://obsidian.md"
+    assert origins(listed) == ("https://chat.example:8443", "http://[::1]:3000", "app://obsidian.md")
+
+
+def test_a_key_file_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.touch()
+    assert WebSettings.from_env({"API_KEYS_FILE": str(path)}).api_keys_file == path
+    assert WebSettings.from_env({}).api_keys_file is None
 
 
 def test_a_lease_must_outlast_a_missed_heartbeat() -> None:
