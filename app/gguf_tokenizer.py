@@ -22,11 +22,10 @@ from app.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
-    byte_level_bytes,
     is_plain_text_token,
-    sentencepiece_bytes,
 )
 from decode.checkpoint import GgufTokenizer
+from decode.vocabulary import gguf_token_bytes
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """Token types. GGUF took the numbers from SentencePiece's model file."""
@@ -92,26 +91,17 @@ def load_gguf_tokenizer(source: GgufTokenizer) -> Tokenizer:
     match source.kind:
         case "gpt2":
             pre = _pre_tokenizer(source.pre)
-            encode, to_bytes, bos_by_default = _byte_level_encoder(source, pre), byte_level_bytes, pre.adds_bos
+            encode, bos_by_default = _byte_level_encoder(source, pre), pre.adds_bos
         case "llama":
-            encode, to_bytes, bos_by_default = _sentencepiece_encoder(source), sentencepiece_bytes, True
+            encode, bos_by_default = _sentencepiece_encoder(source), True
         case kind:
             raise TokenizerError(f'GGUF tokenizer kind {kind!r} is not supported, only "gpt2" and "llama"')
-    tokens, types = source.tokens, source.token_types
-
-    def token_bytes(token_id: int) -> bytes:
-        if not 0 <= token_id < len(tokens):
-            return b""
-        kind = types[token_id]
-        if kind in (_UNKNOWN, _CONTROL, _UNUSED):
-            return b""
-        return tokens[token_id].encode() if kind == _USER_DEFINED else to_bytes(tokens[token_id])
-
+    tokens = source.tokens
     add_bos = bos_by_default if source.add_bos_token is None else source.add_bos_token
     return Tokenizer(
         encode_first=encode,
         encode_later=encode,
-        token_bytes=token_bytes,
+        token_bytes=gguf_token_bytes(source),
         control_tokens={
             tokens[i]: ControlToken(i) for i in range(len(tokens)) if _is_control(source, i) and tokens[i]
         },

@@ -8,8 +8,7 @@ SAFETY: the control tokens are taken out of the file's vocabulary, merges and ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -19,21 +18,21 @@ from app.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
-    byte_level_bytes,
     is_plain_text_token,
-    sentencepiece_bytes,
 )
 from decode.checkpoint import HfTokenizerFiles
+from decode.vocabulary import DecoderRules, VocabularyError, hf_token_bytes, read_tokenizer_json
 
 
 def load_hf_tokenizer(files: HfTokenizerFiles) -> Tokenizer:
     """The tokenizer of a Hugging Face directory. Raises `TokenizerError` for kinds that are not supported."""
     try:
-        spec = orjson.loads(files.tokenizer_json.read_bytes())
-    except OSError as error:
-        raise TokenizerError(f"{files.tokenizer_json} cannot be read: {error}") from error
-    except ValueError as error:
-        raise TokenizerError(f"{files.tokenizer_json} is not JSON: {error}") from error
+        return _load(files, read_tokenizer_json(files))
+    except VocabularyError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _load(files: HfTokenizerFiles, spec: dict[str, Any]) -> Tokenizer:
     model = spec["model"]
     if model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise TokenizerError(
@@ -45,24 +44,16 @@ def load_hf_tokenizer(files: HfTokenizerFiles) -> Tokenizer:
         t["content"]: t for t in added if t["content"] and (t["special"] or not is_plain_text_token(t["content"]))
     }
     core, core_later = _without_control_tokens(spec, control.keys())
-    decoder = _DecoderRules.of(spec.get("decoder"), str(files.tokenizer_json))
-    added_bytes = {t["id"]: b"" if t["special"] else t["content"].encode() for t in added}
-
-    def token_bytes(token_id: int) -> bytes:
-        if token_id in added_bytes:
-            return added_bytes[token_id]
-        token = core.id_to_token(token_id)
-        return b"" if token is None else decoder.to_bytes(token)
-
+    where = str(files.tokenizer_json)
     return Tokenizer(
         encode_first=lambda text: core.encode(text, add_special_tokens=False).ids,
         encode_later=lambda text: core_later.encode(text, add_special_tokens=False).ids,
-        token_bytes=token_bytes,
+        token_bytes=hf_token_bytes(spec, where),
         control_tokens={
             text: ControlToken(t["id"], bool(t.get("lstrip")), bool(t.get("rstrip"))) for text, t in control.items()
         },
         prompt_prefix=prefix,
-        strip_leading_space=decoder.strip_leading_space,
+        strip_leading_space=DecoderRules.of(spec.get("decoder"), where).strip_leading_space,
         template_tokens={
             name: text
             for name, value in files.config.items()
@@ -130,28 +121,3 @@ def _content(value: object) -> str | None:
     """A token in tokenizer_config.json is its text, or an object that holds its text."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _DecoderRules:
-    """How token strings become bytes: in the byte alphabet, or SentencePiece's way."""
-
-    to_bytes: Callable[[str], bytes]
-    strip_leading_space: bool
-
-    @staticmethod
-    def of(decoder: dict[str, Any] | None, where: str) -> _DecoderRules:
-        parts = [] if decoder is None else decoder.get("decoders", [decoder])
-        types = {part["type"] for part in parts}
-        if "ByteLevel" in types:
-            return _DecoderRules(byte_level_bytes, False)
-        if types & {"ByteFallback", "Metaspace"}:
-            strips = any(
-                (part["type"] == "Strip" and part["content"] == " " and part["start"] > 0)
-                or (part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never")
-                for part in parts
-            )
-            return _DecoderRules(sentencepiece_bytes, strips)
-        raise TokenizerError(
-            f"{where}: decoder {sorted(types)} is not supported, only ByteLevel and SentencePiece kinds"
-        )

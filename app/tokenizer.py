@@ -1,8 +1,8 @@
 """Text to token ids and token ids to bytes, for one checkpoint.
 
-Owns the `Tokenizer` that the rest of the text edge uses, which tokens text may give, and how token strings become
-bytes. Refuses to know where a tokenizer comes from (`app.hf_tokenizer`, `app.gguf_tokenizer`) and what roles and
-templates are (`app.templates`).
+Owns the `Tokenizer` that the rest of the text edge uses, and which tokens text may give. Refuses to know where a
+tokenizer comes from (`app.hf_tokenizer`, `app.gguf_tokenizer`), how token strings become bytes (`decode.vocabulary`)
+and what roles and templates are (`app.templates`).
 
 SAFETY: text is encoded by a tokenizer that does not have the control tokens at all, so no text can produce one.
 Control tokens are recognised by `Tokenizer.encode_pieces` only, and only in pieces that a template wrote.
@@ -192,28 +192,3 @@ def is_plain_text_token(content: str) -> bool:
     """
     tag = _HTML_TAG.fullmatch(content)
     return not content.strip() or content.strip("▁") == "" or (tag is not None and tag[1] in _HTML_NAMES)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself if visible in Latin-1, else 256, 257, ... in order."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
-
-
-BYTE_OF = _byte_alphabet()
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a token written in GPT-2's byte alphabet; a token outside of it stands for itself."""
-    try:
-        return bytes([BYTE_OF[character] for character in token])
-    except KeyError:
-        return token.encode()
-
-
-def sentencepiece_bytes(token: str) -> bytes:
-    """The bytes of a SentencePiece piece: `<0xE2>` is one byte, `▁` is a space."""
-    byte = _BYTE_PIECE.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

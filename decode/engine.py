@@ -7,11 +7,19 @@ a plan is executed: that is a `ModelRunner` (`decode.model_runner` with torch, `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from decode.block_manager import BlockManager
-from decode.errors import DuplicateSequence, EmptyPrompt, IntegrityError, PromptTooLong, TokenOutOfRange
-from decode.sampling import TokenLogprobs
+from decode.errors import (
+    DuplicateSequence,
+    EmptyPrompt,
+    IntegrityError,
+    InvalidGrammar,
+    PromptTooLong,
+    TokenOutOfRange,
+)
+from decode.grammar import Grammars
+from decode.sampling import Chosen, TokenLogprobs
 from decode.scheduler import Scheduler, StepPlan
 from decode.sequence import FinishReason, Sequence
 
@@ -19,9 +27,11 @@ from decode.sequence import FinishReason, Sequence
 class ModelRunner(Protocol):
     """Executes a plan: writes the K/V of the scheduled tokens into their blocks and chooses the next tokens."""
 
-    def execute(self, plan: StepPlan) -> list[int]:
-        """One token for every ScheduledSequence with `samples`, in plan order.
+    def execute(self, plan: StepPlan) -> Chosen:
+        """One token for every ScheduledSequence with `samples`, in plan order, and what else it asked for.
 
+        A token depends on its own sequence alone: the tokens and `sampling`, `adjustments` and `grammar`. The mask of
+        a grammar is asked for when the logits are there, no earlier: it is being computed.
         May raise; then nothing counts as computed and the plan's sequences are scheduled again.
         """
         ...
@@ -62,7 +72,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New output tokens `first_index`, ... of one sequence; `finish_reason` is set with the last."""
+    """New output tokens `first_index`, ... of one sequence; `finish_reason` is set with the last.
+
+    `failure` is set instead when the sequence cannot go on, for a reason of its own; there are no tokens with it.
+    """
 
     sequence_id: str
     first_index: int
@@ -71,6 +84,15 @@ class SequenceOutput:
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token if its `SamplingParams.num_logprobs` is set."""
+    failure: str | None = None
+
+
+class Shed(NamedTuple):
+    """What `Engine.shed` gave up."""
+
+    num_preempted: int
+    has_smaller_steps: bool
+    """Fewer tokens are scheduled together than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +108,11 @@ class EngineLoad:
 class Engine:
     """Not thread-safe: `add`, `abort` and `step` come from one thread, between steps."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+    def __init__(self, runner: ModelRunner, config: EngineConfig, grammars: Grammars | None = None) -> None:
+        """Without `grammars`, sequences that have one are refused."""
         self.config = config
         self._runner = runner
+        self._grammars = grammars
         self._blocks = BlockManager(config.num_blocks, config.block_size, config.fingerprint)
         self._scheduler = Scheduler(
             self._blocks,
@@ -102,7 +126,7 @@ class Engine:
         """Take a new sequence; it runs when its turn comes.
 
         A continuation that is complete already is reported by the next step, without tokens.
-        Raises EmptyPrompt, TokenOutOfRange, DuplicateSequence, and PromptTooLong if it could never run.
+        Raises EmptyPrompt, TokenOutOfRange, DuplicateSequence, PromptTooLong if it could never run, InvalidGrammar.
         """
         config = self.config
         if sequence.sequence_id in self._sequences:
@@ -119,7 +143,19 @@ class Engine:
         num_slots = config.num_blocks * config.block_size
         for limit, max_tokens in (("context", config.max_model_len), ("K/V cache", num_slots)):
             if sequence.num_tokens + 1 > max_tokens:
-                raise PromptTooLong(sequence.sequence_id, sequence.num_tokens, max_tokens, limit)
+                raise PromptTooLong(
+                    sequence.sequence_id,
+                    sequence.num_tokens,
+                    max_tokens,
+                    limit,
+                    is_continuation=sequence.num_output_tokens > 0,
+                )
+        if sequence.sampling.grammar:
+            if self._grammars is None:
+                raise InvalidGrammar(sequence.sequence_id, "this engine has no vocabulary to follow one with")
+            sequence.grammar = self._grammars.matcher(
+                sequence.sequence_id, sequence.sampling, sequence.output_token_ids
+            )
         self._sequences[sequence.sequence_id] = sequence
         self._scheduler.add(sequence)
 
@@ -142,41 +178,41 @@ class Engine:
         try:
             plan = self._scheduler.schedule()
             if plan.scheduled:
-                token_ids = self._runner.execute(plan)
-                self._commit(plan, token_ids, outputs)
+                for scheduled in plan.scheduled:
+                    if scheduled.samples and scheduled.sequence.grammar is not None:
+                        scheduled.sequence.grammar.prepare()
+                self._commit(plan, self._runner.execute(plan), outputs)
         except BaseException:
             self._complete = outputs
             raise
         return outputs
 
-    def _commit(self, plan: StepPlan, token_ids: list[int], outputs: list[SequenceOutput]) -> None:
+    def _commit(self, plan: StepPlan, step: Chosen, outputs: list[SequenceOutput]) -> None:
+        token_ids, logprobs = step.token_ids, step.logprobs
         num_samples = sum(scheduled.samples for scheduled in plan.scheduled)
         if len(token_ids) != num_samples:
             raise IntegrityError(f"the runner chose {len(token_ids)} tokens for {num_samples} sampling sequences")
         commit, max_len = self._blocks.commit, self.config.max_sequence_len
-        chosen = iter(token_ids)
+        num_chosen = 0
         for scheduled in plan.scheduled:
             sequence = scheduled.sequence
             commit(sequence, scheduled.num_scheduled_tokens)
             if not scheduled.samples:
                 continue
-            token_id = next(chosen)
-            first_index = sequence.num_output_tokens
-            sequence.append_token(token_id)
-            reason = sequence.finish_reason(max_len)
-            outputs.append(
-                SequenceOutput(sequence.sequence_id, first_index, (token_id,), reason, sequence.num_cached_tokens)
-            )
-            if reason is not None:
+            output = _continued(sequence, token_ids[num_chosen], max_len, logprobs.get(num_chosen))
+            num_chosen += 1
+            outputs.append(output)
+            if output.finish_reason is not None or output.failure is not None:
                 del self._sequences[sequence.sequence_id]
                 self._scheduler.remove(sequence)
                 self._recover()
 
-    def shed(self) -> int:
-        """Give up half of the load after a step that the device could not hold; returns how many were preempted.
+    def shed(self) -> Shed:
+        """Give up half of the load after a step that the device could not hold, and say what that was.
 
         The latest arrivals wait again and fewer sequences and tokens are scheduled together from now on. Every
-        sequence that finishes lets one more in. 0 with a single sequence: there is nobody left to preempt.
+        sequence that finishes lets one more in. With a single sequence and steps of a single token nothing is left
+        to give up.
         """
         scheduler = self._scheduler
         num_admitted = len(scheduler.admitted)
@@ -185,8 +221,9 @@ class Engine:
         for _ in range(num_preempted):
             scheduler.preempt_latest()
         scheduler.max_num_seqs = num_kept
-        scheduler.max_num_batched_tokens = max(num_kept, scheduler.max_num_batched_tokens // 2)
-        return num_preempted
+        num_batched_tokens = scheduler.max_num_batched_tokens
+        scheduler.max_num_batched_tokens = max(num_kept, num_batched_tokens // 2)
+        return Shed(num_preempted, scheduler.max_num_batched_tokens < num_batched_tokens)
 
     def _recover(self) -> None:
         """Undo a little of an earlier `shed`."""
@@ -232,3 +269,24 @@ class Engine:
         """Check the integrity if nothing is live, for the loop to call when it has nothing to do."""
         if not self._sequences:
             self.check_integrity()
+
+
+def _continued(sequence: Sequence, token_id: int, max_len: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+    """Append the token that was chosen for a sequence; what that is to the outside."""
+    grammar, first_index = sequence.grammar, sequence.num_output_tokens
+    if grammar is not None and grammar.failure:
+        return SequenceOutput(
+            sequence.sequence_id, first_index, (), None, sequence.num_cached_tokens, failure=grammar.failure
+        )
+    sequence.append_token(token_id)
+    reason = sequence.finish_reason(max_len)
+    if grammar is not None and reason is None:
+        grammar.accept(token_id)
+    return SequenceOutput(
+        sequence.sequence_id,
+        first_index,
+        (token_id,),
+        reason,
+        sequence.num_cached_tokens,
+        () if logprobs is None else (logprobs,),
+    )

@@ -13,9 +13,15 @@ class DecodeError(Exception):
 
 
 class PromptTooLong(DecodeError):
-    """The sequence can never run here: one more token than it has exceeds a limit. Refuse it or send it elsewhere."""
+    """The sequence can never run here: one more token than it has exceeds a limit.
 
-    def __init__(self, sequence_id: str, num_tokens: int, max_tokens: int, limit: str) -> None:
+    `limit` is "context" or "K/V cache". A continuation that exceeds the latter was begun by a worker that had more
+    room, and may go on at one (`fits_elsewhere`); everything else can be refused.
+    """
+
+    def __init__(
+        self, sequence_id: str, num_tokens: int, max_tokens: int, limit: str, *, is_continuation: bool = False
+    ) -> None:
         super().__init__(
             f"{sequence_id}: {num_tokens} tokens and at least one new one exceed the {limit} of {max_tokens} tokens"
         )
@@ -23,6 +29,12 @@ class PromptTooLong(DecodeError):
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
         self.limit = limit
+        self.is_continuation = is_continuation
+
+    @property
+    def fits_elsewhere(self) -> bool:
+        """Whether the model's context holds it and some worker held it before."""
+        return self.is_continuation and self.limit == "K/V cache"
 
 
 class EmptyPrompt(DecodeError):
@@ -41,6 +53,15 @@ class TokenOutOfRange(DecodeError):
         self.sequence_id = sequence_id
         self.token_id = token_id
         self.vocab_size = vocab_size
+
+
+class InvalidGrammar(DecodeError):
+    """The sequence's grammar cannot be followed: it does not compile, or its output so far does not follow it."""
+
+    def __init__(self, sequence_id: str, reason: str) -> None:
+        super().__init__(f"{sequence_id}: grammar: {reason}")
+        self.sequence_id = sequence_id
+        self.reason = reason
 
 
 class DuplicateSequence(DecodeError):

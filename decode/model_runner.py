@@ -16,6 +16,7 @@ from decode.errors import DeviceOutOfMemory
 from decode.kv_cache import KvCache
 from decode.model import Decoder, model_windows
 from decode.sampler import SampleRow, sample
+from decode.sampling import Chosen
 from decode.scheduler import StepPlan
 from decode.weights import Progress
 
@@ -60,15 +61,12 @@ class TorchModelRunner:
             )
         self._windows = model_windows(config)
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Chosen:
         """Raises DeviceOutOfMemory; then nothing counts as computed."""
         if not plan.scheduled:
-            return []
-        rows = [
-            SampleRow(scheduled.sequence.sampling, scheduled.sequence.num_output_tokens)
-            for scheduled in plan.scheduled
-            if scheduled.samples
-        ]
+            return Chosen([])
+        sequences = [scheduled.sequence for scheduled in plan.scheduled if scheduled.samples]
+        rows = [SampleRow(s.sampling, s.num_output_tokens, s.adjustments, s.grammar) for s in sequences]
         try:
             with torch.inference_mode():
                 return sample(self.logits(plan), rows)

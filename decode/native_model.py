@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from decode.families import FAMILIES
 from decode.native_build import NativeUnavailable
 from decode.native_weights import Matrix, NativeWeights
 from decode.rope import rope_tables
+from decode.sampling import MAX_LOGPROBS
 
 CACHE_BLOCK = 16
 """Tokens in a cache block; the engine's block size must be this."""
@@ -73,23 +74,33 @@ class _Limits(Structure):
 
 
 class Sampling(Structure):
-    """How one sampled row chooses: mirrors `SamplingParams`, with its draw made."""
+    """How one sampled row chooses: mirrors `SamplingParams`, with its draw made.
+
+    `num_logprobs` and `mask` are -1 where there are none.
+    """
 
     _fields_: ClassVar[Any] = [
         ("uniform", c_double),
         *((name, c_float) for name in ("temperature", "top_p", "min_p")),
-        *((name, c_int32) for name in ("top_k", "first_banned", "num_banned")),
+        *((name, c_int32) for name in ("top_k", "first_banned", "num_banned", "first_adjusted", "num_adjusted")),
+        *((name, c_int32) for name in ("num_logprobs", "mask")),
     ]
 
 
-class _Step(Structure):
+LOGPROBS = np.dtype(
+    [("chosen", np.float32), ("top", np.float32, MAX_LOGPROBS), ("top_tokens", np.int32, MAX_LOGPROBS)]
+)
+"""The log probabilities of one sampled row; of `top` as many are filled as the row asked for."""
+
+
+class Step(Structure):
     _fields_: ClassVar[Any] = [
         *((name, c_int32) for name in ("num_seqs", "num_rows", "num_samples")),
         *(
             (name, c_void_p)
             for name in (
                 "token_ids", "row_starts", "first_positions", "table_starts", "block_tables", "sample_rows",
-                "samplings", "banned", "tokens", "logits",
+                "samplings", "banned", "adjusted", "adjustments", "masks", "logprobs", "tokens", "logits",
             )
         ),
     ]  # fmt: skip
@@ -113,6 +124,13 @@ class StepArrays:
     """One for every sampled row; empty: all greedy."""
     banned: array[int] = field(default_factory=lambda: array("i"))
     """Token ids that `samplings` refer to."""
+    adjusted: array[int] = field(default_factory=lambda: array("i"))
+    adjustments: array[float] = field(default_factory=lambda: array("f"))
+    """[len(adjusted)]: what is added to the logit of each; `samplings` refer to these as well."""
+    masks: Callable[[], npt.NDArray[np.int32]] | None = None
+    """Gives the masks that `samplings` refer to, [masks, vocab / 32 rounded up]; called when all logits are there."""
+    logprobs: npt.NDArray[np.void] | None = None
+    """[num_samples] of LOGPROBS: where the rows that want log probabilities get them."""
 
 
 def check_supported(config: ModelConfig) -> None:
@@ -150,7 +168,8 @@ class NativeDecoder:
         self._lib = ctypes.CDLL(str(library))
         self._lib.tokenferry_decoder_create.restype = c_void_p
         self._lib.tokenferry_decoder_destroy.argtypes = [c_void_p]
-        self._lib.tokenferry_decoder_step.argtypes = [c_void_p, POINTER(_Step)]
+        self._lib.tokenferry_decoder_step.argtypes = [c_void_p, POINTER(Step)]
+        self._lib.tokenferry_decoder_choose_masked.argtypes = [c_void_p, POINTER(Step)]
         layers = (_Layer * config.num_layers)(
             *(self._layer(config, index, max_positions) for index in range(config.num_layers))
         )
@@ -192,7 +211,7 @@ class NativeDecoder:
         tokens = array("i", bytes(4 * num_samples))
         logits = np.empty((num_samples, -(-self.vocab_size // 16) * 16), np.float32) if with_logits else None
         samplings = (Sampling * num_samples)(*arrays.samplings) if arrays.samplings else None
-        step = _Step(
+        step = Step(
             num_seqs=len(arrays.first_positions),
             num_rows=len(arrays.token_ids),
             num_samples=num_samples,
@@ -204,6 +223,9 @@ class NativeDecoder:
             sample_rows=arrays.sample_rows.buffer_info()[0],
             samplings=ctypes.cast(samplings, c_void_p) if samplings is not None else None,
             banned=arrays.banned.buffer_info()[0],
+            adjusted=arrays.adjusted.buffer_info()[0],
+            adjustments=arrays.adjustments.buffer_info()[0],
+            logprobs=None if arrays.logprobs is None else arrays.logprobs.ctypes.data,
             tokens=tokens.buffer_info()[0],
             logits=None if logits is None else logits.ctypes.data,
         )
@@ -211,6 +233,10 @@ class NativeDecoder:
         assert step.num_rows <= self.max_rows
         assert num_samples <= self.max_samples
         self._lib.tokenferry_decoder_step(self._decoder, byref(step))
+        if arrays.masks is not None:
+            masks = arrays.masks()
+            step.masks = masks.ctypes.data
+            self._lib.tokenferry_decoder_choose_masked(self._decoder, byref(step))
         return tokens, None if logits is None else logits[:, : self.vocab_size]
 
     def _layer(self, config: ModelConfig, index: int, max_positions: int) -> _Layer:

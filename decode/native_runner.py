@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import os
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from decode.checkpoint import Checkpoint
 from decode.errors import IntegrityError
+from decode.grammar import GrammarMatcher
 from decode.native_build import NativeUnavailable, build_native
-from decode.native_model import CACHE_BLOCK, NativeDecoder, Sampling, StepArrays, check_supported
+from decode.native_model import CACHE_BLOCK, LOGPROBS, NativeDecoder, Sampling, StepArrays, check_supported
 from decode.native_pack import LAYOUT
 from decode.native_weights import Progress, load_weights
-from decode.sampling import SamplingParams, uniform
-from decode.scheduler import ScheduledSequence, StepPlan
+from decode.sampling import Chosen, TokenLogprobs, uniform
+from decode.scheduler import StepPlan
+from decode.sequence import Sequence
 
 NativeVariant = Literal["q4", "q8"]
 NATIVE_VARIANTS: tuple[NativeVariant, ...] = ("q4", "q8")
@@ -73,14 +79,17 @@ class NativeModelRunner:
             num_threads=num_threads or len(os.sched_getaffinity(0)),
         )
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Chosen:
         """Raises IntegrityError: the logits of a sampled row are not finite."""
         if not plan.scheduled:
-            return []
-        tokens, _ = self.decoder.step(step_arrays(plan, self.decoder.vocab_size))
+            return Chosen([])
+        arrays = step_arrays(plan, self.decoder.vocab_size)
+        tokens, _ = self.decoder.step(arrays)
         if -1 in tokens:
             raise IntegrityError("logits are not finite: broken weights or a broken cache")
-        return tokens.tolist()
+        if arrays.logprobs is None:
+            return Chosen(tokens.tolist())
+        return Chosen(tokens.tolist(), _logprobs(plan, arrays.logprobs))
 
     def close(self) -> None:
         self.decoder.close()
@@ -99,32 +108,78 @@ def step_arrays(plan: StepPlan, vocab_size: int) -> StepArrays:
         row_starts.append(len(token_ids))
         if item.samples:
             sample_rows.append(len(token_ids) - 1)
-    samplings, banned = _samplings([item for item in plan.scheduled if item.samples], vocab_size)
-    return StepArrays(
-        token_ids, row_starts, first_positions, table_starts, block_tables, sample_rows, samplings, banned
+    forward = StepArrays(token_ids, row_starts, first_positions, table_starts, block_tables, sample_rows)
+    sequences = [item.sequence for item in plan.scheduled if item.samples]
+    return forward if all(map(_is_plain, sequences)) else _with_choices(forward, sequences, vocab_size)
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    """Whether its token is simply the likeliest."""
+    sampling = sequence.sampling
+    return (
+        sampling.temperature <= 0
+        and sequence.num_output_tokens >= sampling.min_tokens
+        and sequence.adjustments is None
+        and sequence.grammar is None
+        and sampling.num_logprobs is None
     )
 
 
-def _samplings(sampled: list[ScheduledSequence], vocab_size: int) -> tuple[list[Sampling], array[int]]:
-    banned = array("i")
-    if all(item.sequence.sampling.temperature <= 0 and not _banned(item, vocab_size) for item in sampled):
-        return [], banned
-    samplings = []
-    for item in sampled:
-        sampling: SamplingParams = item.sequence.sampling
-        stops = _banned(item, vocab_size)
-        draw = uniform(sampling.seed, item.sequence.num_output_tokens)
-        samplings.append(
-            Sampling(
-                draw, sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k, len(banned), len(stops)
-            )
+def _with_choices(forward: StepArrays, sequences: list[Sequence], vocab_size: int) -> StepArrays:
+    samplings: list[Sampling] = []
+    banned, adjusted, adjustments = array("i"), array("i"), array("f")
+    grammars: list[GrammarMatcher] = []
+    for sequence in sequences:
+        params = sequence.sampling
+        stops = _banned(sequence, vocab_size)
+        sampling = Sampling(
+            uniform=uniform(params.seed, sequence.num_output_tokens),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            top_k=params.top_k,
+            first_banned=len(banned),
+            num_banned=len(stops),
+            num_logprobs=-1 if params.num_logprobs is None else params.num_logprobs,
+            mask=-1,
         )
         banned.extend(stops)
-    return samplings, banned
+        if sequence.adjustments is not None:
+            sampling.first_adjusted, sampling.num_adjusted = len(adjusted), len(sequence.adjustments.token_ids)
+            adjusted.extend(sequence.adjustments.token_ids)
+            adjustments.extend(sequence.adjustments.values)
+        if sequence.grammar is not None:
+            sampling.mask = len(grammars)
+            grammars.append(sequence.grammar)
+        samplings.append(sampling)
+    wants_logprobs = any(sequence.sampling.num_logprobs is not None for sequence in sequences)
+    return replace(
+        forward,
+        samplings=samplings,
+        banned=banned,
+        adjusted=adjusted,
+        adjustments=adjustments,
+        masks=(lambda: np.stack([grammar.mask() for grammar in grammars])) if grammars else None,
+        logprobs=np.empty(len(sequences), LOGPROBS) if wants_logprobs else None,
+    )
 
 
-def _banned(item: ScheduledSequence, vocab_size: int) -> list[int]:
-    sampling = item.sequence.sampling
-    if item.sequence.num_output_tokens >= sampling.min_tokens:
+def _banned(sequence: Sequence, vocab_size: int) -> list[int]:
+    """Stop tokens while it is too early for one; a grammar's mask takes care of that itself."""
+    sampling = sequence.sampling
+    if sequence.num_output_tokens >= sampling.min_tokens or sequence.grammar is not None:
         return []
     return [token for token in sampling.stop_token_ids if 0 <= token < vocab_size]
+
+
+def _logprobs(plan: StepPlan, found: npt.NDArray[np.void]) -> dict[int, TokenLogprobs]:
+    """`found`: LOGPROBS of every row that samples."""
+    sampled = [item.sequence.sampling.num_logprobs for item in plan.scheduled if item.samples]
+    return {
+        index: TokenLogprobs(
+            float(row["chosen"]),
+            tuple(zip(row["top_tokens"][:number].tolist(), row["top"][:number].tolist(), strict=True)),
+        )
+        for index, (number, row) in enumerate(zip(sampled, found, strict=True))
+        if number is not None
+    }

@@ -1,7 +1,10 @@
 """Choosing the next token of every row from its logits.
 
-Owns greedy choice and sampling by inverse cumulative distribution with the counter-based draws of `decode.sampling`.
-Refuses to remember anything: a row's token depends on its logits, its parameters and its output index alone.
+Owns greedy choice and sampling by inverse cumulative distribution with the counter-based draws of `decode.sampling`,
+and log probabilities. Refuses to remember anything: a row's token depends on its logits and its `SampleRow` alone.
+
+Everything that changes logits does so before temperature: first what penalties and biases add, then what may not be
+chosen becomes minus infinity. Log probabilities are those of the logits as they came.
 
 Filters never sort tokens, only probabilities: each filter gives a least probability, and all tokens that reach it
 stay, those with equal probability included. So equal probabilities cannot make the result depend on a sort.
@@ -12,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decode.errors import IntegrityError
-from decode.sampling import SamplingParams, uniform
+from decode.grammar import GrammarMatcher, Mask
+from decode.sampling import Chosen, LogitAdjustments, SamplingParams, TokenLogprobs, uniform
 
 _FEW = 1024
 """Probabilities looked at before all of them are sorted."""
@@ -28,16 +33,21 @@ class SampleRow:
 
     sampling: SamplingParams
     index: int
+    adjustments: LogitAdjustments | None = None
+    grammar: GrammarMatcher | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """`logits` [len(rows), vocab], float32; may be overwritten. Greedy ties go to the lowest token id.
 
     Raises IntegrityError when a row has no finite maximum: the weights or the cache are broken.
     """
     if not rows:
-        return []
-    _forbid_early_stops(logits, rows)
+        return Chosen([])
+    wanted = {i: row.sampling.num_logprobs for i, row in enumerate(rows) if row.sampling.num_logprobs is not None}
+    raw = {i: logits[i].clone() for i in wanted}
+    for i, row in enumerate(rows):
+        _change(logits[i], row)
     best, greedy = logits.max(-1)
     if not bool(torch.isfinite(best).all()):
         raise IntegrityError("logits are not finite: broken weights or a broken cache")
@@ -47,14 +57,38 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         tokens = _draw(logits[drawn] - best[drawn, None], [rows[i] for i in drawn])
         for i, token in zip(drawn, tokens, strict=True):
             chosen[i] = token
-    return chosen
+    return Chosen(chosen, {i: _logprobs(raw[i], chosen[i], number) for i, number in wanted.items()})
 
 
-def _forbid_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    for i, row in enumerate(rows):
-        if row.index < row.sampling.min_tokens and row.sampling.stop_token_ids:
-            inside = [token for token in row.sampling.stop_token_ids if 0 <= token < logits.shape[1]]
-            logits[i, inside] = -torch.inf
+def _change(logits: Tensor, row: SampleRow) -> None:
+    """Adjustments, bans and the grammar's mask into the logits of one row, [vocab]."""
+    vocab, sampling = logits.shape[0], row.sampling
+    if row.adjustments is not None:
+        ids, values = np.array(row.adjustments.token_ids), np.array(row.adjustments.values)
+        inside = (ids >= 0) & (ids < vocab)
+        logits[torch.from_numpy(ids[inside]).long()] += torch.from_numpy(values[inside]).to(logits.device)
+    if row.grammar is not None:
+        logits.masked_fill_(_forbidden(row.grammar.mask(), vocab).to(logits.device), -torch.inf)
+    elif row.index < sampling.min_tokens and sampling.stop_token_ids:
+        logits[[token for token in sampling.stop_token_ids if 0 <= token < vocab]] = -torch.inf
+
+
+def _forbidden(mask: Mask, vocab: int) -> Tensor:
+    """[vocab], bool"""
+    bits = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little")
+    return torch.from_numpy(bits == 0)
+
+
+def _logprobs(logits: Tensor, token: int, number: int) -> TokenLogprobs:
+    """`logits` [vocab], as the model gave them. Ties go to the lowest id."""
+    logprobs = logits.log_softmax(-1)
+    top: list[tuple[int, float]] = []
+    if number := min(number, logits.shape[0]):
+        candidates = (logits >= logits.topk(number).values[-1]).nonzero()[:, 0]
+        order = logits[candidates].sort(descending=True, stable=True).indices[:number]
+        ids = candidates[order]
+        top = list(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+    return TokenLogprobs(float(logprobs[token]), tuple(top))
 
 
 def _draw(logits: Tensor, rows: list[SampleRow]) -> list[int]:

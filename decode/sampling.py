@@ -1,14 +1,18 @@
 """How the next token is chosen, as data: the sampling parameters of one request and its random draws.
 
-Owns `SamplingParams` and the counter-based generator. Refuses to know about tensors: `decode.sampler` applies
-these to logits. Standard library only, because the web process puts these into a job and must never load torch.
+Owns `SamplingParams`, what biases and penalties come to, and the counter-based generator. Refuses to know about
+tensors: `decode.sampler` applies these to logits. Standard library only, because the web process puts these into a
+job and must never load torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 _MASK64 = (1 << 64) - 1
+_MAX_TOKEN_ID = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,59 @@ class TokenLogprobs:
     """Of the token that was chosen."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, its log probability) of the likeliest tokens, likeliest first, ties by id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a step chose, in the order of the sampling sequences of its plan."""
+
+    token_ids: list[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """By place in `token_ids`; only of the sequences that asked."""
+
+
+class LogitAdjustments:
+    """What biases and penalties add to the logits of one row, before temperature: one sum for each token concerned.
+
+    The sums depend on the parameters and the output tokens alone: bias - count * frequency_penalty, less the
+    presence_penalty where the count is above 0 (OpenAI's formula, over the output and not the prompt). They are kept
+    up to date token by token, so that a step copies them instead of counting.
+    """
+
+    __slots__ = ("_bias", "_counts", "_sampling", "_slots", "token_ids", "values")
+
+    def __init__(self, sampling: SamplingParams, output_token_ids: Iterable[int]) -> None:
+        self._sampling = sampling
+        self._bias = {token: bias for token, bias in sampling.logit_bias if 0 <= token < _MAX_TOKEN_ID}
+        self._counts: dict[int, int] = {}
+        self._slots = {token: slot for slot, token in enumerate(self._bias)}
+        self.token_ids = array("i", self._bias)
+        """Each id once; some may be outside the vocabulary, which nobody minds."""
+        self.values = array("f", self._bias.values())
+        for token_id in output_token_ids:
+            self.count(token_id)
+
+    @staticmethod
+    def of(sampling: SamplingParams, output_token_ids: Iterable[int]) -> LogitAdjustments | None:
+        """None where the parameters change no logit."""
+        if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
+            return LogitAdjustments(sampling, output_token_ids)
+        return None
+
+    def count(self, token_id: int) -> None:
+        """One more output token."""
+        sampling = self._sampling
+        if not sampling.presence_penalty and not sampling.frequency_penalty:
+            return
+        count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        penalty = count * sampling.frequency_penalty + sampling.presence_penalty
+        value = self._bias.get(token_id, 0.0) - penalty
+        slot = self._slots.setdefault(token_id, len(self.token_ids))
+        if slot == len(self.token_ids):
+            self.token_ids.append(token_id)
+            self.values.append(value)
+        else:
+            self.values[slot] = value
 
 
 def uniform(seed: int, index: int) -> float:

@@ -25,7 +25,7 @@ from zlib import crc32
 import numpy as np
 
 from decode.engine import Engine, EngineConfig
-from decode.sampling import SamplingParams
+from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import ScheduledSequence, StepPlan
 from decode.sequence import Sequence
 
@@ -87,7 +87,7 @@ class ScriptedRunner:
         self._costs = costs
         self._sleep = sleep
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Chosen:
         if (cost_ms := self._costs.of(plan)) > 0:
             self._sleep(cost_ms / 1000)
         # Every read comes before every write: what this step computes can be reached from the next step on.
@@ -100,7 +100,7 @@ class ScriptedRunner:
             if scheduled.samples:
                 sequence = scheduled.sequence
                 chosen.append(_choose(digest, sequence.token_ids, sequence.num_prompt_tokens, sequence.sampling))
-        return chosen
+        return Chosen(chosen)
 
     def _read(self, sequence: Sequence, num_tokens: int) -> bytes:
         """The values of the first `num_tokens` tokens, through the block table."""

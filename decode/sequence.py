@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from typing import Literal
 
-from decode.sampling import SamplingParams
+from decode.grammar import GrammarMatcher
+from decode.sampling import LogitAdjustments, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 
@@ -25,9 +26,11 @@ class Sequence:
     """
 
     __slots__ = (
+        "adjustments",
         "arrival",
         "block_hashes",
         "block_table",
+        "grammar",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_overtaken",
@@ -63,6 +66,10 @@ class Sequence:
         """How many later arrivals were admitted while this one was first in the queue."""
         self.waits_for_blocks = False
         """Its turn to be admitted came, and there was no room for it."""
+        self.adjustments = LogitAdjustments.of(sampling, output_token_ids)
+        """What penalties and biases make of the output so far; None: nothing."""
+        self.grammar: GrammarMatcher | None = None
+        """Where the output stands in its grammar, set when the engine takes the sequence."""
 
     def __repr__(self) -> str:
         return (
@@ -106,6 +113,8 @@ class Sequence:
         """Extend the output by the token that was just sampled: all others have their K/V."""
         assert self.num_computed_tokens == len(self.token_ids)
         self.token_ids.append(token_id)
+        if self.adjustments is not None:
+            self.adjustments.count(token_id)
 
     def preempt(self) -> None:
         """Forget all K/V: wait again, and recompute when admitted again. The blocks must have been freed."""
@@ -113,14 +122,17 @@ class Sequence:
         self.num_computed_tokens = 0
 
     def finish_reason(self, max_len: int) -> FinishReason | None:
-        """Why the sequence is complete as it stands, or None. `max_len` bounds prompt and output together."""
+        """Why the sequence is complete as it stands, or None. `max_len` bounds prompt and output together.
+
+        A stop token under a grammar always is its end: the grammar allows it nowhere else.
+        """
         sampling = self.sampling
         num_tokens = len(self.token_ids)
         num_output_tokens = num_tokens - self.num_prompt_tokens
         if (
-            num_output_tokens > sampling.min_tokens
-            and self.token_ids[-1] in sampling.stop_token_ids
-            and not sampling.ignore_eos
+            self.token_ids[-1] in sampling.stop_token_ids
+            and num_output_tokens
+            and (sampling.grammar or (num_output_tokens > sampling.min_tokens and not sampling.ignore_eos))
         ):
             return "stop"
         if num_output_tokens >= sampling.max_tokens or num_tokens >= max_len:

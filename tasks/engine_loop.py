@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from decode.engine import Engine, SequenceOutput
-from decode.errors import DecodeError, DeviceOutOfMemory, PromptTooLong
+from decode.errors import DecodeError, DeviceOutOfMemory, InvalidGrammar, PromptTooLong
 from decode.sequence import Sequence as EngineSequence
 from tasks.contract import GenerationJob, WorkerLoad, pack_logprobs
 from tasks.gate import Gate
@@ -25,6 +25,11 @@ from tasks.record import Append, AppendResult, Refused, Terminal
 log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
+_REASONS: dict[type[DecodeError], str] = {
+    PromptTooLong: "context_length_exceeded",
+    InvalidGrammar: "invalid_grammar",
+}
+"""What a request that the engine refuses has failed with; anything else is an "invalid_prompt"."""
 
 Outcome = Literal["ended", "fenced", "drain", "gap", "engine_error"]
 """ended: the terminal entry is published. fenced: the request is somebody else's, or over. The other three: give the
@@ -233,7 +238,7 @@ class EngineLoop:
         try:
             self._engine.add(EngineSequence(handle.sequence_id, job.prompt_token_ids, job.sampling, handle.token_ids))
         except DecodeError as error:
-            reason = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_prompt"
+            reason = _REASONS.get(type(error), "invalid_prompt")
             log.warning("%s attempt=%d: refused, %s", job.request_id, handle.attempt, error)
             self.publisher.publish([self._append(handle, (), Terminal("failed", reason, str(error)))])
 
@@ -242,8 +247,9 @@ class EngineLoop:
         try:
             return self._engine.step()
         except DeviceOutOfMemory as error:
-            if num_preempted := self._engine.shed():
-                log.warning("out of device memory, num_preempted=%d: %s", num_preempted, error)
+            shed = self._engine.shed()
+            if shed.num_preempted or shed.has_smaller_steps:
+                log.warning("out of device memory, num_preempted=%d: %s", shed.num_preempted, error)
             else:
                 log.error("out of device memory with a single sequence: %s", error)
                 self._give_up("engine_error")
@@ -288,6 +294,9 @@ class EngineLoop:
         for output in outputs:
             handle = silent.pop(output.sequence_id, None)
             if handle is None:
+            if output.failure is not None:
+                log.warning("%s attempt=%d: failed, %s", handle.job.request_id, handle.attempt, output.failure)
+                end = Terminal("failed", "invalid_grammar", output.failure)
                 continue
             end = None if output.finish_reason is None else Terminal("finished", output.finish_reason)
             handle.num_cached_tokens = output.num_cached_tokens

@@ -22,6 +22,10 @@ void tokenferry_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(de
 
 void tokenferry_decoder_step(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->step(*step); }
 
+void tokenferry_decoder_choose_masked(void* decoder, const Step* step) {
+  static_cast<Decoder*>(decoder)->choose_masked(*step);
+}
+
 // The kernels alone, for the tests that compare each with its reference.
 
 // out [rows, n rounded up to 16] = x [rows, k] quantised, times w.
@@ -73,8 +77,9 @@ void tokenferry_attention(const float* queries, const float* keys, const float* 
       out[size_t(r) * head_dim + d] = scratch->sum[(size_t(d / 16) * tile.rows() + r) * 16 + d % 16] / scratch->total[r];
 }
 
-int32_t tokenferry_sample(float* logits, int32_t vocab, const Sampling* sampling, const int32_t* banned) {
-  return sample(logits, vocab, *sampling, banned);
+// Of `step` only what the sampling refers to is read.
+int32_t tokenferry_sample(float* logits, int32_t vocab, const Sampling* sampling, const Step* step, Logprobs* out) {
+  return sample(logits, vocab, *sampling, *step, out);
 }
 
 }

@@ -86,11 +86,19 @@ void Decoder::thread(int id, const Counts& counts, Team::Walk& walk) {
   });
   head(counts, walk, scratch);
   walk.loop(counts.draws, [&](int i) {
-    const Sampling& s = step_.samplings[i];
-    float* logits = step_.logits + size_t(i) * model_.head.panels() * kPanel;
-    if (s.temperature > 0.0f || s.num_banned)
-      step_.tokens[i] = sample(logits, model_.vocab, s, step_.banned + s.first_banned);
+    if (!step_.samplings[i].is_plain() && step_.samplings[i].mask < 0) sample_row(i);
   });
+}
+
+void Decoder::choose_masked(const Step& step) {
+  step_.masks = step.masks;
+  for (int i = 0; i < step.num_samples; i++)
+    if (step.samplings[i].mask >= 0) sample_row(i);
+}
+
+void Decoder::sample_row(int i) {
+  float* logits = step_.logits + size_t(i) * model_.head.panels() * kPanel;
+  step_.tokens[i] = sample(logits, model_.vocab, step_.samplings[i], step_, step_.logprobs ? step_.logprobs + i : nullptr);
 }
 
 void Decoder::attention_layer(const Layer& layer, int index, const Counts& counts, Team::Walk& walk,
@@ -235,7 +243,7 @@ void Decoder::head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratc
 // The greedy tokens, from what each thread found best; -1 where the logits are not finite.
 void Decoder::choose(const Step& step) {
   for (int i = 0; i < step.num_samples; i++) {
-    if (step.samplings && (step.samplings[i].temperature > 0.0f || step.samplings[i].num_banned)) continue;
+    if (step.samplings && !step.samplings[i].is_plain()) continue;
     float best = -INFINITY;
     int32_t token = 0;
     for (const auto& scratch : scratch_)

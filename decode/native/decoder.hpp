@@ -57,6 +57,8 @@ class Decoder {
  public:
   Decoder(const Model& model, const Limits& limits);
   void step(const Step& step);
+  // Choose the tokens of the rows with a mask, which the step before left out: `step` with its masks filled in.
+  void choose_masked(const Step& step);
 
   static size_t cache_bytes(const Model& model, int num_blocks);
 
@@ -76,6 +78,7 @@ class Decoder {
   void finish_residual(int row, const float* post_norm);
   void head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
   void choose(const Step& step);
+  void sample_row(int i);
   Cache cache(int layer) const;
 
   const Model model_;

@@ -14,11 +14,10 @@ from app.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
-    byte_level_bytes,
     is_plain_text_token,
-    sentencepiece_bytes,
 )
 from decode.checkpoint import HfTokenizerFiles
+from decode.vocabulary import byte_level_bytes, sentencepiece_bytes
 from tests.app.corpus import FORGERIES, TEXTS
 from tests.app.text_checkpoints import llama3_directory, metaspace_directory
 

@@ -13,7 +13,7 @@ from decode.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
-from decode.sampling import SamplingParams
+from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate
 from decode.sequence import Sequence
@@ -30,12 +30,12 @@ class Runner:
         self.fail: Exception | None = None
         self.extra_tokens: list[int] = []
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Chosen:
         self.plans.append(plan)
-        token_ids = self.model.execute(plan)
+        token_ids = self.model.execute(plan).token_ids
         if self.fail is not None:
             raise self.fail
-        return token_ids + self.extra_tokens
+        return Chosen(token_ids + self.extra_tokens)
 
 
 def engine_and_runner(
@@ -307,7 +307,7 @@ def test_shedding_preempts_the_later_half_and_schedules_less_until_sequences_fin
     for number in range(8):
         engine.add(sequence(str(number), prompt_of(5, 100 * number), max_tokens=6 if number else 2))
     engine.step()
-    assert engine.shed() == 4
+    assert engine.shed() == (4, True)
     assert engine.load().num_running == 4
     assert engine.load().num_waiting == 4
     engine.check_integrity()
@@ -341,14 +341,14 @@ def test_shedding_a_single_sequence_halves_its_chunks_and_says_that_nobody_was_p
     engine, runner = engine_and_runner(max_num_batched_tokens=16)
     engine.add(sequence("a", prompt_of(40)))
     engine.step()
-    assert engine.shed() == 0
+    assert engine.shed() == (0, True)
     engine.step()
     assert [plan.scheduled[0].num_scheduled_tokens for plan in runner.plans] == [16, 8]
 
 
 def test_shedding_an_idle_engine_leaves_it_able_to_run() -> None:
     engine, _ = engine_and_runner()
-    assert engine.shed() == 0
+    assert engine.shed().num_preempted == 0
     engine.add(sequence("a", prompt_of(3)))
     assert len(text(run(engine)["a"])) == 6
 

@@ -14,7 +14,7 @@ import pytest
 
 from decode.engine import Engine, EngineConfig
 from decode.errors import DeviceOutOfMemory, PromptTooLong
-from decode.sampling import SamplingParams
+from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, SCRIPTED_STOP_AFTER, ScriptedRunner, generate
 from decode.sequence import Sequence
@@ -31,14 +31,14 @@ class CheckingRunner:
         self.scenario = scenario
         self.fails: str | None = None
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> Chosen:
         self.scenario.check_plan(plan)
         if self.fails == "before":
             raise DeviceOutOfMemory
-        token_ids = self.model.execute(plan)
+        chosen = self.model.execute(plan)
         if self.fails == "after":
             raise DeviceOutOfMemory
-        return token_ids
+        return chosen
 
 
 class Scenario:
@@ -126,7 +126,7 @@ class Scenario:
             self.counts["failed steps"] += 1
             assert all(s.num_tokens == before[name][1] for name, s in self.live.items())
             if self.rng.random() < 0.5:
-                self.counts["shed"] += self.engine.shed()
+                self.counts["shed"] += self.engine.shed().num_preempted
             return
         self.counts["steps"] += 1
         for output in outputs:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode.native_model import Sampling, linear_of
+from decode.native_model import Sampling, Step, linear_of
 from decode.native_pack import BLOCK, pack
 from decode.native_weights import Matrix
 from decode.stored import BLOCKS, StoredTensor
@@ -181,10 +181,11 @@ def test_norm_and_rotation_follow_their_formulas(lib: ctypes.CDLL, normed: bool)
 
 def sample(lib: ctypes.CDLL, logits: Any, *, banned: tuple[int, ...] = (), **changes: Any) -> int:
     options = {"uniform": 0.5, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
-    sampling = Sampling(**(options | changes), first_banned=0, num_banned=len(banned))
+    sampling = Sampling(**(options | changes), num_banned=len(banned), num_logprobs=-1, mask=-1)
     padded = floats(np.concatenate([logits, np.full(-len(logits) % 16, 99.0)]))
     ids = np.array([*banned, 0], np.int32)
-    return int(lib.tokenferry_sample(pointer(padded), len(logits), ctypes.byref(sampling), pointer(ids)))
+    step = Step(banned=ids.ctypes.data)
+    return int(lib.tokenferry_sample(pointer(padded), len(logits), ctypes.byref(sampling), ctypes.byref(step), None))
 
 
 def kept(lib: ctypes.CDLL, logits: Any, **changes: Any) -> set[int]:

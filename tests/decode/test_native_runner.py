@@ -156,14 +156,14 @@ def scheduled(sampling: SamplingParams) -> ScheduledSequence:
 
 def test_a_plan_without_rows_gives_no_tokens() -> None:
     native = runner(tiny_checkpoint("llama"))
-    assert native.execute(StepPlan((), (), 16)) == []
+    assert native.execute(StepPlan((), (), 16)).token_ids == []
     native.close()
 
 
 def test_a_greedy_token_is_the_argmax_of_the_logits() -> None:
     native = runner(tiny_checkpoint("llama"))
     item = scheduled(SamplingParams(max_tokens=5, temperature=0))
-    (token,) = native.execute(StepPlan((item,), (), 16))
+    (token,) = native.execute(StepPlan((item,), (), 16)).token_ids
     _, logits = native.decoder.step(step_arrays(StepPlan((item,), (), 16), VOCAB), with_logits=True)
     assert logits is not None
     assert token == int(logits[0].argmax())
@@ -173,13 +173,13 @@ def test_a_greedy_token_is_the_argmax_of_the_logits() -> None:
 def test_stop_tokens_are_not_chosen_before_min_tokens() -> None:
     native = runner(tiny_checkpoint("llama"))
     greedy = scheduled(SamplingParams(max_tokens=5, temperature=0))
-    (token,) = native.execute(StepPlan((greedy,), (), 16))
+    (token,) = native.execute(StepPlan((greedy,), (), 16)).token_ids
     held_back = scheduled(
         SamplingParams(max_tokens=5, temperature=0, min_tokens=1, stop_token_ids=(token, VOCAB + 7))
     )
     _, logits = native.decoder.step(step_arrays(StepPlan((greedy,), (), 16), VOCAB), with_logits=True)
     assert logits is not None
-    assert native.execute(StepPlan((held_back,), (), 16)) == [int(np.argsort(-logits[0])[1])]
+    assert native.execute(StepPlan((held_back,), (), 16)).token_ids == [int(np.argsort(-logits[0])[1])]
     native.close()
 
 
@@ -187,7 +187,7 @@ def test_a_sequence_that_does_not_sample_gives_no_token() -> None:
     native = runner(tiny_checkpoint("llama"))
     item = scheduled(SamplingParams(max_tokens=5, temperature=0))
     silent = ScheduledSequence(item.sequence, 0, 20, False)
-    assert native.execute(StepPlan((silent,), (), 16)) == []
+    assert native.execute(StepPlan((silent,), (), 16)).token_ids == []
     native.close()
 
 

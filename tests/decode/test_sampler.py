@@ -11,11 +11,16 @@ import torch
 
 from decode import sampler
 from decode.errors import IntegrityError
-from decode.sampler import SampleRow, sample
+from decode.sampler import SampleRow
+from decode.sampler import sample as sample_rows
 from decode.sampling import SamplingParams, uniform
 
 PLAIN = SamplingParams(max_tokens=10_000)
 GREEDY = replace(PLAIN, temperature=0)
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return sample_rows(logits, rows).token_ids
 
 
 def logits_of(*probabilities: float) -> torch.Tensor:

@@ -44,14 +44,14 @@ def plan_of(sequence: Sequence, num_tokens: int) -> StepPlan:
 
 def test_the_next_token_is_what_the_model_without_a_cache_says() -> None:
     runner, sequence = prefilled()
-    assert runner.execute(plan_of(sequence, 1)) == [next_token(sequence.token_ids, 13, TEN)]
+    assert runner.execute(plan_of(sequence, 1)).token_ids == [next_token(sequence.token_ids, 13, TEN)]
 
 
 @pytest.mark.parametrize("position", range(12))
 def test_a_wrong_value_anywhere_in_the_history_changes_the_next_token(position: int) -> None:
     runner, sequence = prefilled()
     runner._memory[sequence.block_table[position // SIZE], position % SIZE] ^= 1
-    assert runner.execute(plan_of(sequence, 1)) != [next_token(sequence.token_ids, 13, TEN)]
+    assert runner.execute(plan_of(sequence, 1)).token_ids != [next_token(sequence.token_ids, 13, TEN)]
 
 
 @pytest.mark.parametrize("swap", [(0, 1), (1, 2), (0, 2)])
@@ -59,7 +59,7 @@ def test_a_block_in_the_wrong_place_changes_the_next_token(swap: tuple[int, int]
     runner, sequence = prefilled()
     table = sequence.block_table
     table[swap[0]], table[swap[1]] = table[swap[1]], table[swap[0]]
-    assert runner.execute(plan_of(sequence, 1)) != [next_token(sequence.token_ids, 13, TEN)]
+    assert runner.execute(plan_of(sequence, 1)).token_ids != [next_token(sequence.token_ids, 13, TEN)]
 
 
 def test_a_block_that_is_written_in_the_same_step_is_read_as_it_was_before() -> None:
@@ -68,7 +68,9 @@ def test_a_block_that_is_written_in_the_same_step_is_read_as_it_was_before() -> 
     first, second = (Sequence(name, [5, 6, 7, 8, 9], TEN) for name in "ab")
     first.admit([0, 1], 0)
     second.admit([0, 2], 4)
-    chosen = runner.execute(StepPlan((*plan_of(first, 5).scheduled, *plan_of(second, 1).scheduled), (), SIZE))
+    chosen = runner.execute(
+        StepPlan((*plan_of(first, 5).scheduled, *plan_of(second, 1).scheduled), (), SIZE)
+    ).token_ids
     assert chosen[0] == next_token(first.token_ids, 5, TEN)
     assert chosen[1] != chosen[0]
 

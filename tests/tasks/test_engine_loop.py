@@ -260,8 +260,31 @@ def test_out_of_device_memory_with_a_single_sequence_gives_it_back(room: Room) -
         raise DeviceOutOfMemory("no memory")
 
     room.runner.before = exhaust
-    room.loop.tick()
+    while handle.outcome is None:  # the steps become smaller until there is nothing left to give up
+        room.loop.tick()
     assert handle.outcome == "engine_error"
+def test_a_single_sequence_goes_on_in_smaller_steps_when_device_memory_is_short(room: Room) -> None:
+    handle = room.hand_over(job(prompt=tuple(range(5, 35)), max_tokens=5))
+    failures = iter([True, True])
+
+    def exhaust_twice() -> None:
+        if next(failures, False):
+            raise DeviceOutOfMemory("no memory")
+
+    room.runner.before = exhaust_twice
+    appends = room.drive()
+    assert handle.outcome == "ended"
+    assert [token for item in appends for token in item.token_ids] == expected(handle.job)
+
+
+def test_a_grammar_that_does_not_compile_fails_the_request(room: Room) -> None:
+    handle = room.hand_over(job(max_tokens=5, grammar="start: nowhere"))
+    [append] = room.drive()
+    assert append.terminal is not None
+    assert (append.terminal.state, append.terminal.reason) == ("failed", "invalid_grammar")
+    assert handle.outcome == "ended"
+
+
     assert room.is_clean
 
 
