@@ -31,6 +31,7 @@ from app.health import Live, Ready
 from app.models import Models
 from app.response_headers import ResponseHeaders
 from app.text_edge import TextEdge
+from app.tokenize import Tokenize
 from bridge.reader import Reader
 from tasks.record import RequestRecords
 from tasks.submit import Submitter
@@ -150,6 +151,10 @@ def create_app(
     asgi.add_route("/v1/chat/completions", chat)
     asgi.add_route("/v1/models", models)
     asgi.add_route("/v1/models/{model:path}", models, suffix="one")
+    tokenize = Tokenize(text_edges, records, max_body_bytes=settings.max_body_bytes, pool=pool)
+    for prefix in ("", "/v1"):
+        asgi.add_route(f"{prefix}/tokenize", tokenize)
+        asgi.add_route(f"{prefix}/detokenize", tokenize, suffix="back")
     asgi.add_route("/livez", Live())
     asgi.add_route("/readyz", Ready(list(text_edges), records, answers, pool))
     asgi.add_middleware([ResponseHeaders(monotonic), Cors(settings.cors_origins), ApiKeys(keys)])

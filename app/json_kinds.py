@@ -167,6 +167,57 @@ class TokenBiases:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A list of token ids; read as a tuple. Whether the model has them is known elsewhere."""
+
+    min_items: int = 1
+
+    def read(self, value: Any, param: str) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise invalid(param, f"{param} must be a list of token ids.", "invalid_type")
+        if len(value) < self.min_items:
+            raise invalid(param, f"{param} must have at least {self.min_items} token.")
+        for number, token_id in enumerate(value):
+            if type(token_id) is not int or not 0 <= token_id <= INT32_MAX:
+                raise invalid(f"{param}[{number}]", f"{param}[{number}] must be a token id, a whole number from 0.")
+        return tuple(value)
+
+    def schema(self) -> dict[str, Any]:
+        item = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+        return {"type": "array", "items": item, "minItems": self.min_items}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """One text, one list of token ids, or a list of `1..max_items` of either kind; read as a tuple of prompts."""
+
+    max_items: int
+
+    def read(self, value: Any, param: str) -> tuple[str | tuple[int, ...], ...]:
+        if isinstance(value, str):
+            return (_TEXT.read(value, param),)
+        if not isinstance(value, list):
+            raise invalid(param, f"{param} must be a text, a list of token ids, or a list of these.", "invalid_type")
+        if not value:
+            raise invalid(param, f"{param} must not be an empty list.")
+        if not isinstance(value[0], (str, list)):
+            return (_TOKEN_IDS.read(value, param),)
+        if len(value) > self.max_items:
+            raise invalid(param, f"{param} must have at most {self.max_items} prompts.")
+        kind: Kind = _TEXT if isinstance(value[0], str) else _TOKEN_IDS
+        return tuple(kind.read(entry, f"{param}[{number}]") for number, entry in enumerate(value))
+
+    def schema(self) -> dict[str, Any]:
+        text, tokens = _TEXT.schema(), _TOKEN_IDS.schema()
+        size = {"minItems": 1, "maxItems": self.max_items}
+        return {"anyOf": [text, tokens, *({"type": "array", "items": item, **size} for item in (text, tokens))]}
+
+
+_TEXT = Text()
+_TOKEN_IDS = TokenIds()
+
+
+@dataclass(frozen=True, slots=True)
 class Fields:
     """An object with known fields, each optional; others are ignored, and null is the same as absent."""
 

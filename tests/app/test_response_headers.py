@@ -71,6 +71,7 @@ def test_where_get_is_head_is_too_without_a_body(path: str) -> None:
     ("path", "methods"),
     [
         ("/v1/chat/completions", {"POST"}),
+        ("/tokenize", {"POST"}),
         ("/v1/models", {"GET", "HEAD"}),
         ("/readyz", {"GET", "HEAD"}),
     ],

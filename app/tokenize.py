@@ -1,0 +1,95 @@
+"""`POST /tokenize` and `POST /detokenize`, also under /v1: what a model's tokenizer makes of a text, and back.
+
+Owns the two contracts. The prompt of messages is the one that a chat request with them would have. Shapes as in
+other servers; nothing here needs a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from falcon.asgi import Request, Response
+from redis.exceptions import RedisError
+
+from app.errors import invalid, model_not_found
+from app.fields import Field, read_body
+from app.generation_in import GENERATION_FIELDS, check_token_ids
+from app.json_kinds import Boolean, Text, TokenIds
+from app.openai_messages import Messages
+from app.request_body import parsed_body
+from app.text_edge import PromptError, TextEdge
+from tasks.contract import WorkerInfo, WorkerLoad
+
+TOKENIZE_FIELDS: Mapping[str, Field] = {
+    "model": GENERATION_FIELDS["model"],
+    "prompt": Field(Text(), note="A plain text."),
+    "messages": Field(Messages(), note="A conversation, in place of a prompt: the tokens that a chat would have."),
+    "add_special_tokens": Field(
+        Boolean(), default=True, note="What a prompt begins with, where the model wants it. Messages have it always."
+    ),
+}
+
+DETOKENIZE_FIELDS: Mapping[str, Field] = {
+    "model": GENERATION_FIELDS["model"],
+    "tokens": Field(TokenIds(min_items=0), is_required=True, note="Control tokens are shown by their names."),
+}
+
+
+class Workers(Protocol):
+    """`tasks.record.RequestRecords`, as far as it is used here."""
+
+    def workers(self, model: str | None = None) -> Sequence[tuple[WorkerInfo, WorkerLoad]]: ...
+
+
+class Tokenize:
+    def __init__(
+        self, text_edges: Mapping[str, TextEdge], records: Workers, *, max_body_bytes: int, pool: Executor
+    ) -> None:
+        self._text_edges = text_edges
+        self._records = records
+        self._max_body_bytes = max_body_bytes
+        self._pool = pool
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        model, token_ids = await parsed_body(req, self._tokens, max_bytes=self._max_body_bytes, pool=self._pool)
+        limit = await asyncio.get_running_loop().run_in_executor(self._pool, self._max_model_len, model)
+        resp.media = {"tokens": token_ids, "count": len(token_ids), "max_model_len": limit}
+
+    async def on_post_back(self, req: Request, resp: Response) -> None:
+        text = await parsed_body(req, self._text, max_bytes=self._max_body_bytes, pool=self._pool)
+        resp.media = {"prompt": text}
+
+    def _tokens(self, body: bytes) -> tuple[str, list[int]]:
+        values = read_body(body, TOKENIZE_FIELDS)
+        edge = self._edge(values)
+        if (values["prompt"] is None) == (values["messages"] is None):
+            raise invalid("prompt", "Either prompt or messages must be given, and not both.")
+        try:
+            if values["messages"] is not None:
+                return values["model"], edge.render_chat(values["messages"])
+            return values["model"], edge.encode(values["prompt"], add_special_tokens=values["add_special_tokens"])
+        except PromptError as error:
+            raise invalid(error.param, error.message) from error
+
+    def _text(self, body: bytes) -> str:
+        values = read_body(body, DETOKENIZE_FIELDS)
+        edge = self._edge(values)
+        check_token_ids(values["tokens"], edge.vocab_size, "tokens")
+        return edge.decode(values["tokens"])
+
+    def _edge(self, values: Mapping[str, Any]) -> TextEdge:
+        edge = self._text_edges.get(values["model"])
+        if edge is None:
+            raise model_not_found(values["model"])
+        return edge
+
+    def _max_model_len(self, model: str) -> int | None:
+        """What every live worker can take, prompt and answer together; None if none is known at the moment."""
+        try:
+            workers = [info for info, _ in self._records.workers(model)]
+        except RedisError:
+            return None
+        return min((min(info.max_model_len, info.kv_cache_tokens) for info in workers), default=None)
