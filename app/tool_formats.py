@@ -1,0 +1,95 @@
+"""How models write tool calls: the few conventions that checkpoints were trained on, as data.
+
+Owns the marks around a call, the names of its fields and the words that tell a model about them. Refuses to know how
+calls are found in an answer (`app.tool_calls`), enforced (`app.grammars`) and rendered (`app.tool_prompt`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A call is `{"name": ..., <arguments_key>: {...}}` between `opening` and `closing`.
+
+    Without marks the call is all that an answer says, and begins with it.
+    """
+
+    name: str
+    arguments_key: str
+    opening: str = ""
+    closing: str = ""
+    separator: str = "\n"
+    """Between two calls."""
+    result_opening: str = ""
+    result_closing: str = ""
+    """Around what a call gave, where a template has no shape of its own for it."""
+    fences: tuple[str, ...] = ()
+    """Lines that may come before a call without marks; a line of three backticks ends it then."""
+    before_tools: str = ""
+    after_tools: str = ""
+    """What a model is told around the list of tools, where a template has no words of its own."""
+
+
+HERMES = ToolFormat(
+    name="hermes",
+    arguments_key="arguments",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    result_opening="<tool_response>\n",
+    result_closing="\n</tool_response>",
+    before_tools=(
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    ),
+    after_tools=(
+        "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+        "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    ),
+)
+"""Nous Hermes' and Qwen's; the words are those that Qwen's template has for it."""
+
+LLAMA3 = ToolFormat(
+    name="llama3",
+    arguments_key="parameters",
+    separator="; ",
+    before_tools=(
+        "Given the following functions, please respond with a JSON for a function call with its proper arguments "
+        'that best answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": '
+        "dictionary of argument name and its value}. Do not use variables.\n\n"
+    ),
+)
+"""Llama 3.1's and later ones' JSON calls."""
+
+GEMMA = ToolFormat(
+    name="gemma",
+    arguments_key="parameters",
+    separator="\n",
+    result_opening="```tool_output\n",
+    result_closing="\n```",
+    fences=("```json\n", "```tool_code\n", "```tool_call\n"),
+    before_tools=(
+        "You have access to functions. If you decide to invoke any of the function(s), you MUST put it in the format "
+        'of {"name": function name, "parameters": dictionary of argument name and its value}\n\n'
+        "You SHOULD NOT include any other text in the response if you call a function\n"
+    ),
+)
+"""Gemma 3's, as Google's guide to its function calling words it."""
+
+FORMATS: Mapping[str, ToolFormat] = {known.name: known for known in (HERMES, LLAMA3, GEMMA)}
+
+_BARE_CALL = re.compile(r"""\s*\{\s*("type":\s*"function",\s*)?"name":\s*$""")
+
+
+def format_written_around(before_name: str, after_name: str) -> ToolFormat | None:
+    """The format in which a template wrote a call, from the text before the call's name and the text after it."""
+    before_name = before_name.removesuffix('"')
+    if HERMES.opening in before_name and '"arguments"' in after_name and HERMES.closing in after_name:
+        return HERMES
+    if _BARE_CALL.search(before_name) and '"parameters"' in after_name:
+        return LLAMA3
+    return None
