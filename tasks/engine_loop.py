@@ -251,7 +251,7 @@ class EngineLoop:
             if shed.num_preempted or shed.has_smaller_steps:
                 log.warning("out of device memory, num_preempted=%d: %s", shed.num_preempted, error)
             else:
-                log.error("out of device memory with a single sequence: %s", error)
+                log.error("out of device memory with a single token: %s", error)
                 self._give_up("engine_error")
         except Exception:
             log.exception("the engine failed in a step, num_live=%d", len(self._live))
@@ -294,11 +294,11 @@ class EngineLoop:
         for output in outputs:
             handle = silent.pop(output.sequence_id, None)
             if handle is None:
+                continue
+            end = None if output.finish_reason is None else Terminal("finished", output.finish_reason)
             if output.failure is not None:
                 log.warning("%s attempt=%d: failed, %s", handle.job.request_id, handle.attempt, output.failure)
                 end = Terminal("failed", "invalid_grammar", output.failure)
-                continue
-            end = None if output.finish_reason is None else Terminal("finished", output.finish_reason)
             handle.num_cached_tokens = output.num_cached_tokens
             appends.append(self._append(handle, output.token_ids, end, pack_logprobs(output.logprobs)))
         appends.extend(self._append(handle, (), None) for handle in silent.values() if not handle.is_ending)

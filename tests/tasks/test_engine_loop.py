@@ -263,6 +263,9 @@ def test_out_of_device_memory_with_a_single_sequence_gives_it_back(room: Room) -
     while handle.outcome is None:  # the steps become smaller until there is nothing left to give up
         room.loop.tick()
     assert handle.outcome == "engine_error"
+    assert room.is_clean
+
+
 def test_a_single_sequence_goes_on_in_smaller_steps_when_device_memory_is_short(room: Room) -> None:
     handle = room.hand_over(job(prompt=tuple(range(5, 35)), max_tokens=5))
     failures = iter([True, True])
@@ -283,9 +286,6 @@ def test_a_grammar_that_does_not_compile_fails_the_request(room: Room) -> None:
     assert append.terminal is not None
     assert (append.terminal.state, append.terminal.reason) == ("failed", "invalid_grammar")
     assert handle.outcome == "ended"
-
-
-    assert room.is_clean
 
 
 def test_wrong_books_of_the_engine_are_fatal(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
