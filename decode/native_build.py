@@ -33,7 +33,7 @@ class NativeUnavailable(RuntimeError):
 
 
 def build_native(cache_dir: Path, *, portable: bool = False, compilers: tuple[str, ...] = _COMPILERS) -> Path:
-    """The compiled library, made now if it is not in `cache_dir`. `portable` leaves out the AVX-512 kernels.
+    """The compiled library, made now if it is not in `cache_dir`. `portable` leaves out the AVX-512 and AVX2 kernels.
 
     Takes some seconds the first time. Safe against several processes at once: the file appears whole or not at all.
     Raises NativeUnavailable: no compiler, or it fails (with the end of its output).

@@ -4,14 +4,21 @@ namespace tf {
 
 namespace {
 
+constexpr int kRun = 8;  // calls of ByteSum::add
+
 template <int R>
 TF_INLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const float* scales, int dim, int row, int column) {
   vi acc[R];
   for (int r = 0; r < R; r++) acc[r] = splat_i(s.query_offset[row + r]);
-  const int32_t* q = s.query + row / 8 * (dim / 4) * 8 + row % 8;
-  for (int j = 0; j < dim / 4; j++) {
-    vi k = load_i(keys + 64 * j);
-    for (int r = 0; r < R; r++) acc[r] = dot4(acc[r], k, splat_i(q[j * 8 + r]));
+  const int32_t* q = s.query + row / kGroup * (dim / 4 * kParts * kGroup);
+  for (int first = 0; first < dim / 4; first += kRun) {
+    ByteSum sums[R][kParts];
+    for (int j = first; j < first + kRun; j++) {
+      const vi k = load_i(keys + 64 * j);
+      for (int part = 0; part < kParts; part++)
+        for (int r = 0; r < R; r++) sums[r][part].add(k, splat_i(q[(j * kParts + part) * kGroup + r]));
+    }
+    for (int r = 0; r < R; r++) acc[r] = acc[r] + total(sums[r]);
   }
   vf key_scale = load(scales);
   for (int r = 0; r < R; r++)
@@ -48,7 +55,10 @@ TF_INLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, in
   float most = max_lanes(max(max(weight[0], weight[1]), max(weight[2], weight[3])));
   float inverse = most > 0x1p-100f ? 255.0f / most : 0.0f;
   s.weight_scale[row] = most / 255.0f;
-  for (int i = 0; i < 4; i++) store_bytes(&s.weight[row][16 * i], to_int(weight[i] * inverse));
+  for (int i = 0; i < 4; i++) {
+    const vi rounded = to_int(weight[i] * inverse);
+    for (int part = 0; part < kParts; part++) store_bytes(&s.weight[row][part][16 * i], unsigned_part(rounded, part));
+  }
 }
 
 template <int R>
@@ -56,11 +66,17 @@ TF_INLINE void sum_rows(AttentionScratch& s, const uint8_t* const (&values)[4], 
   for (int d = 0; d < dim / 16; d++) {
     vi acc[R];
     for (int r = 0; r < R; r++) acc[r] = vi{};
-    for (int b = 0; b < blocks; b++)
-      for (int j = 0; j < 4; j++) {
-        vi v = load_i(values[b] + 256 * d + 64 * j);
-        for (int r = 0; r < R; r++) acc[r] = dot4(acc[r], splat_i(load_word(&s.weight[row + r][16 * b + 4 * j])), v);
-      }
+    for (int first = 0; first < blocks; first += 2) {
+      ByteSum sums[R][kParts];
+      for (int b = first; b < std::min(blocks, first + 2); b++)
+        for (int j = 0; j < 4; j++) {
+          const vi v = load_i(values[b] + 256 * d + 64 * j);
+          for (int part = 0; part < kParts; part++)
+            for (int r = 0; r < R; r++)
+              sums[r][part].add(splat_i(load_word(&s.weight[row + r][part][16 * b + 4 * j])), v);
+        }
+      for (int r = 0; r < R; r++) acc[r] = acc[r] + total(sums[r]);
+    }
     float* sum = s.sum + (size_t(d) * rows + row) * 16;
     for (int r = 0; r < R; r++) {
       vf kept = load(sum + 16 * r) * s.decay[row + r];
@@ -69,21 +85,11 @@ TF_INLINE void sum_rows(AttentionScratch& s, const uint8_t* const (&values)[4], 
   }
 }
 
-// f.template operator()<R>(row) over groups of at most 8 rows that never straddle a multiple of 8.
+// f.template operator()<R>(row) over groups of at most kGroup rows that never straddle a multiple of it.
 template <typename F>
 TF_INLINE void in_groups(int rows, F&& f) {
-  int row = 0;
-  for (; row + 8 <= rows; row += 8) f.template operator()<8>(row);
-  switch (rows - row) {
-    case 1: f.template operator()<1>(row); break;
-    case 2: f.template operator()<2>(row); break;
-    case 3: f.template operator()<3>(row); break;
-    case 4: f.template operator()<4>(row); break;
-    case 5: f.template operator()<5>(row); break;
-    case 6: f.template operator()<6>(row); break;
-    case 7: f.template operator()<7>(row); break;
-    default: break;
-  }
+  for (int row = 0; row < rows; row += kGroup)
+    with_constant<kGroup>(std::min(kGroup, rows - row), [&]<int R>() { f.template operator()<R>(row); });
 }
 
 }  // namespace

@@ -19,6 +19,8 @@ constexpr int kSpan = 64;        // tokens of one softmax update
 constexpr int kTileRows = 48;    // query rows (tokens x heads of the group) that share one pass over the cache
 constexpr int kMaxHeadDim = 256;
 constexpr float kMasked = -1e30f;
+constexpr int kGroup = TOKENFERRY_AVX2 ? 2 : 12;  // rows that share one load of keys and values
+static_assert(kTileRows % kGroup == 0);
 
 struct Cache {
   uint8_t* data;  // one layer: [num_blocks, num_kv_heads, block_bytes]
@@ -67,19 +69,22 @@ struct Tile {
 
 // What one thread needs for one tile.
 struct AttentionScratch {
-  alignas(64) int32_t query[kTileRows * kMaxHeadDim / 4];    // [row / 8][dim / 4][row % 8], 4 int8 each
+  alignas(64) int32_t query[kTileRows * kMaxHeadDim / 4 * kParts];  // [row / group][dim / 4][part][row % group]
   alignas(64) float score[kTileRows][kSpan];
-  alignas(64) uint8_t weight[kTileRows][kSpan];
+  alignas(64) uint8_t weight[kTileRows][kParts][kSpan];
   alignas(64) float sum[kTileRows * kMaxHeadDim];            // [dim / 16][row][16]
   int32_t query_offset[kTileRows];                           // -128 * (sum of the row's query)
   float query_scale[kTileRows], top[kTileRows], total[kTileRows], decay[kTileRows], weight_scale[kTileRows];
 
   // Take row r's query, int8 [head_dim]; `scale` includes the attention scale and log2(e).
   void set_query(int row, const int8_t* q, float scale, int head_dim) {
-    int32_t* to = query + (row / 8) * head_dim / 4 * 8 + row % 8;
+    int8_t* to = (int8_t*)(query + row / kGroup * (head_dim / 4 * kParts * kGroup) + row % kGroup);
     int total_q = 0;
-    for (int i = 0; i < head_dim; i++) total_q += q[i];
-    for (int j = 0; j < head_dim / 4; j++) to[j * 8] = load_word(q + 4 * j);
+    for (int i = 0; i < head_dim; i++) {
+      total_q += q[i];
+      for (int part = 0; part < kParts; part++)
+        to[(i / 4 * kParts + part) * kGroup * 4 + i % 4] = signed_part(q[i], part);
+    }
     query_offset[row] = -128 * total_q;
     query_scale[row] = scale;
   }
