@@ -59,7 +59,7 @@ class Bench:
         job = GenerationJob(request_id, MODEL, tuple(range(100, 164)), sampling, 0)
         last = self.redis.xinfo_stream(keys.EVENTS)["last-generated-id"]
         started_s = time.perf_counter()
-        self.submitter.submit(job, reader=None, max_waiting=100)
+        self.submitter.submit([job], reader=None, max_waiting=100)
         claimed_s = 0.0
         while True:
             for _, entries in self.blocking.xread({keys.EVENTS: last}, block=2000):

@@ -50,7 +50,7 @@ def produce(url: str, num_streams: int, num_tokens: int, step_ms: float, tokens_
         for index in range(0, num_tokens, tokens_per_step):
             tokens = tuple(100 + (index + number) % 900 for number in range(tokens_per_step))
             end = Terminal("finished", "length") if index + tokens_per_step >= num_tokens else None
-            records.append_many([Append(request_id, 1, index, tokens, 0, end, "w1") for request_id in ids])
+            records.append_many([Append(request_id, 1, index, tokens, 0, end) for request_id in ids])
             due += step_ms / 1000
             time.sleep(max(0.0, due - time.monotonic()))
 

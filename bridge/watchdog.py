@@ -19,7 +19,7 @@ from typing import Any
 from redis import Redis
 
 from tasks import keys
-from tasks.record import Failed, Reoffer, RequestRecords
+from tasks.record import Cancelled, Failed, Outlook, Reoffer, RequestRecords
 from tasks.submit import Submitter
 
 log = logging.getLogger(__name__)
@@ -137,13 +137,11 @@ class Watchdog:
     def _bury_readers(self, now_ms: int | None, done: Tick) -> None:
         for reader in self._records.expired_readers(now_ms):
             open_ids = self._records.open_of(reader)
-            log.warning("reader=%s: lease is over, cancelling %d requests", reader, len(open_ids))
-            for request_id in open_ids:
-                message = "the web process that read this answer is gone"
-                if self._records.close(request_id, "cancelled", "reader_gone", message, now_ms):
-                    done.cancelled.append(request_id)
-            self._records.reader_leave(reader)
-            done.readers_gone.append(reader)
+            log.warning("reader=%s: lease is over, detaching it from %d requests", reader, len(open_ids))
+            if open_ids:
+                done.cancelled += self._records.detach(open_ids, reader, now_ms=now_ms)
+            if self._records.forget_reader(reader, now_ms):
+                done.readers_gone.append(reader)
 
     def _look_at_due(self, now_ms: int | None, done: Tick) -> None:
         request_ids = self._records.due(now_ms, self._max_due)
@@ -159,7 +157,7 @@ class Watchdog:
                 pipe.hget(keys.request(request_id), "queue")
             return [(queue or b"").decode() for queue in pipe.execute()]
 
-    def _settle(self, outcome: Reoffer | Failed | None, done: Tick) -> None:
+    def _settle(self, outcome: Outlook, done: Tick) -> None:
         match outcome:
             case Reoffer():
                 log.info("%s attempt=%d queue=%s: re-offered", outcome.request_id, outcome.attempt, outcome.queue)
@@ -168,6 +166,9 @@ class Watchdog:
             case Failed():
                 log.warning("%s: failed, %s", outcome.request_id, outcome.reason)
                 done.failed.append(outcome)
+            case Cancelled():
+                log.info("%s: cancelled, nobody came back to read it", outcome.request_id)
+                done.cancelled.append(outcome.request_id)
             case None:
                 pass
 

@@ -98,7 +98,7 @@ class Generate:
                 self._submitter.requeue(reoffer)
             case Failed() as failed:
                 log.error("%s attempt=%d: failed, %s", request_id, attempt, failed.reason)
-            case None:
+            case _:
                 pass
 
     def _persist(self, call: Callable[[], T]) -> T | None:

@@ -81,14 +81,12 @@ class EngineLoop:
         engine: Engine,
         gate: Gate,
         *,
-        worker: str,
         on_fatal: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_fatal` is told when the engine cannot be trusted any more; the process should end."""
         self._engine = engine
         self._gate = gate
-        self._worker = worker
         self._on_fatal = on_fatal
         self._monotonic = monotonic
         self._changed = threading.Condition()
@@ -317,6 +315,5 @@ class EngineLoop:
             token_ids,
             handle.num_cached_tokens,
             end,
-            self._worker,
             logprobs,
         )

@@ -26,6 +26,14 @@ class NoWorker(ProtocolRefusal):
         self.model = model
 
 
+class IdempotencyConflict(ProtocolRefusal):
+    """The idempotency key belongs to a request with another body. Tell the client that it has to choose (409)."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"this idempotency key belongs to {request_id}, whose body was another one")
+        self.request_id = request_id
+
+
 class Stale(ProtocolRefusal):
     """This assignment is not (or no longer) on offer: claimed, re-offered, ended, unknown. Drop the message."""
 

@@ -9,20 +9,25 @@ Main database (N):
 |--------------------------|--------|----------------------------|-----------------------|-------------------------|
 | tf:{<id>}:req            | hash   | submit, claim, append, ... | the scripts, `state`  | 24 h; stream TTL at end |
 | tf:{<id>}:out            | stream | append, close, look, ...   | bridge reader, claim  | 24 h; stream TTL at end |
+| tf:{<id>}:readers        | set    | submit, attach, detach     | detach, ends          | 24 h; gone at end       |
+| tf:idempotency:<key>     | hash   | submit                     | submit                | 24 h; stream TTL at end |
 | tf:due                   | zset   | the scripts                | watchdog              | members leave at end    |
-| tf:waiting:<model>       | zset   | submit, release, reoffer   | submit                | 24 h; members leave     |
+| tf:waiting:<model>:<cls> | zset   | submit, release, reoffer   | submit, `retry_after` | 24 h; members leave     |
+| tf:claims:<model>:<n>    | string | claim                      | `retry_after_s`       | 60 s, one each 5 s      |
 | tf:claimed_until:<queue> | string | claim                      | look                  | 24 h after last claim   |
 | tf:models                | set    | heartbeat                  | watchdog, catalog     | 7 days after last beat  |
 | tf:workers:<model>       | zset   | heartbeat, leave           | submit, look, bridge  | 24 h; members leave     |
 | tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s            |
 | tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave     |
-| tf:readers               | zset   | reader_heartbeat           | watchdog              | 24 h; members leave     |
-| tf:reader:<rid>:open     | set    | submit, ends               | watchdog              | 24 h; members leave     |
+| tf:readers               | zset   | reader_heartbeat, attach   | watchdog              | 24 h; members leave     |
+| tf:reader:<rid>:open     | set    | submit, attach, ends       | watchdog              | 24 h; members leave     |
 | tf:control:<rid>         | stream | the reader itself          | the reader itself     | capped by its writer    |
 | tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS    |
 | tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
 | tf:bridge                | string | the active bridge          | standby bridges       | its lease               |
 | tf:wake:<queue>          | list   | `tasks.submit.wake`        | idle consumers        | 60 s, MAX_WAKE_TOKENS   |
+
+The end of a request with several choices is the end of the last of them: until then all of its keys stay.
 
 "Live" worker means: its member of `tf:workers:<model>` has a lease expiry in the future. The hash beside it is only
 the description. `tf:claimed_until:<queue>` is the latest offer time claimed from that queue: queues are first in,
@@ -34,10 +39,15 @@ id>.<queue>` set, `<ns>:__heartbeats__` zset, `<ns>:<queue>.XQ` dead letters, al
 
 from __future__ import annotations
 
+from tasks.contract import Priority
+
 REQUEST = "tf:{%s}:req"
 OUT = "tf:{%s}:out"
+READERS_OF = "tf:{%s}:readers"
+IDEMPOTENCY = "tf:idempotency:%s"
 DUE = "tf:due"
-WAITING = "tf:waiting:%s"
+WAITING = "tf:waiting:%s:%s"
+CLAIMS = "tf:claims:%s:%s"
 CLAIMED_UNTIL = "tf:claimed_until:%s"
 MODELS = "tf:models"
 WORKERS = "tf:workers:%s"
@@ -52,6 +62,7 @@ BRIDGE = "tf:bridge"
 WAKE = "tf:wake:%s"
 
 QUEUE_NEW = "generate.%s"
+QUEUE_CLASS = "generate.%s.%s"
 QUEUE_AGAIN = "generate.%s.again"
 QUEUE_CONTINUE = "generate.%s@%s"
 
@@ -61,6 +72,11 @@ MAX_EVENTS = 1_000_000
 """A safety net only: the recorder trims `tf:events` as it reads. Without any recorder the oldest facts go first."""
 MAX_WAKE_TOKENS = 64
 WAKE_TTL_MS = 60_000
+CLAIMS_BUCKET_MS = 5_000
+"""How many milliseconds of claims are counted in one key."""
+
+PRIORITIES: tuple[Priority, ...] = ("priority", "default", "flex")
+"""The classes of requests, the first of them served first (`tasks.scripts` fetch has the rule)."""
 
 
 def request(request_id: str) -> str:
@@ -72,8 +88,23 @@ def out(request_id: str) -> str:
     return OUT % request_id
 
 
-def waiting(model: str) -> str:
-    return WAITING % model
+def readers_of(request_id: str) -> str:
+    """The web processes that read a request."""
+    return READERS_OF % request_id
+
+
+def idempotency(key: str) -> str:
+    return IDEMPOTENCY % key
+
+
+def waiting(model: str, priority: Priority = "default") -> str:
+    """What is on offer and not claimed, by the time of the offer."""
+    return WAITING % (model, priority)
+
+
+def claims(model: str, bucket: int) -> str:
+    """How many requests were claimed in the `bucket`-th CLAIMS_BUCKET_MS of the epoch."""
+    return CLAIMS % (model, bucket)
 
 
 def claimed_until(queue: str) -> str:
@@ -104,9 +135,9 @@ def wake(queue: str) -> str:
     return WAKE % queue
 
 
-def queue_new(model: str) -> str:
-    """First offers."""
-    return QUEUE_NEW % model
+def queue_new(model: str, priority: Priority = "default") -> str:
+    """First offers of one class."""
+    return QUEUE_NEW % model if priority == "default" else QUEUE_CLASS % (model, priority)
 
 
 def queue_again(model: str) -> str:
@@ -119,9 +150,10 @@ def queue_continue(model: str, fingerprint: str) -> str:
     return QUEUE_CONTINUE % (model, fingerprint)
 
 
-def worker_queues(model: str, fingerprint: str) -> tuple[str, str, str]:
-    """What a worker drains, in this order: unfinished streams, requests that were let down, new requests."""
-    return queue_continue(model, fingerprint), queue_again(model), queue_new(model)
+def worker_queues(model: str, fingerprint: str) -> tuple[str, ...]:
+    """What a worker drains, in this order: unfinished streams, requests that were let down, new ones by class."""
+    new = (queue_new(model, priority) for priority in PRIORITIES)
+    return queue_continue(model, fingerprint), queue_again(model), *new
 
 
 def worker_wake(worker_id: str) -> str:
@@ -152,8 +184,9 @@ def message_heartbeats(namespace: str = QUEUE_NAMESPACE) -> str:
 def lua_constants() -> str:
     """The templates and limits above as Lua locals, put before every script."""
     names = (
-        "REQUEST OUT DUE WAITING CLAIMED_UNTIL MODELS WORKERS WORKER HELD READERS READER_OPEN EVENTS"
-        " QUEUE_NEW QUEUE_AGAIN QUEUE_CONTINUE"
+        "REQUEST OUT READERS_OF IDEMPOTENCY DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS WORKER HELD READERS"
+        " READER_OPEN EVENTS QUEUE_AGAIN QUEUE_CONTINUE"
     )
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
-    return "\n".join([*lines, f"local MAX_EVENTS = {MAX_EVENTS}", ""])
+    lines += [f"local {name} = {globals()[name]}" for name in ("MAX_EVENTS", "CLAIMS_BUCKET_MS")]
+    return "\n".join([*lines, ""])

@@ -16,7 +16,22 @@ from redis.exceptions import NoScriptError
 from tasks import keys
 
 Argument = str | bytes | int
-NAMES = ("submit", "claim", "append", "release", "reoffer", "look", "close", "heartbeat", "leave", "peers", "fetch")
+NAMES = (
+    "submit",
+    "attach",
+    "detach",
+    "reader_leave",
+    "claim",
+    "append",
+    "release",
+    "reoffer",
+    "look",
+    "close",
+    "heartbeat",
+    "leave",
+    "peers",
+    "fetch",
+)
 
 
 def source(name: str) -> str:

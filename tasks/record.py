@@ -7,6 +7,7 @@ with the same arguments after an error whose outcome is unknown; `now_ms` is for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from tasks import keys
 from tasks.contract import (
     EndState,
     GenerationJob,
+    Priority,
     WorkerInfo,
     WorkerLoad,
     decode_job,
@@ -30,7 +32,7 @@ from tasks.contract import (
     pack_tokens,
     unpack_tokens,
 )
-from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
+from tasks.errors import FingerprintMismatch, IdempotencyConflict, NoWorker, QueueFull, Stale
 from tasks.lua import Argument, Scripts
 
 State = Literal["offered", "claimed", "streaming", "finished", "cancelled", "failed"]
@@ -40,13 +42,30 @@ END_STATES: frozenset[str] = frozenset({"finished", "cancelled", "failed"})
 LEASE_CHECK_MS = 5_000
 """How often `due` names a held request again, as a backstop for a lost entry in its worker's `held` set."""
 READERS_TTL_MS = 86_400_000
+READER_LEASE_MS = 5_000
+"""How long a web process counts as alive that reads something and has not spoken yet."""
+IDEMPOTENT_GRACE_MS = 10_000
+"""How long a request with an idempotency key waits for the retry of a client that has lost its connection."""
+CLAIM_RATE_MS = 30_000
+"""The time over which the rate of claims is measured."""
+MAX_RETRY_AFTER_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Idempotency:
+    """`key` names one request of one client (scoped by the caller to the client), `digest` is that of its body."""
+
+    key: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
+    request_id: str
+    """That of choice 0: of the request as it was submitted first, if this one only joins it."""
     attempt: int
     created: bool
-    """False: a record of this id was there already, nothing was changed."""
+    """False: a request of this id or idempotency key was there already, and has another reader now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +94,6 @@ class Append:
     token_ids: tuple[int, ...]
     num_cached_tokens: int = 0
     terminal: Terminal | None = None
-    worker: str = ""
     logprobs: bytes = b""
     """`contract.pack_logprobs` of the tokens, or nothing."""
 
@@ -111,6 +129,18 @@ class Failed:
 
     request_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The request was ended because nobody had come back to read it."""
+
+    request_id: str
+    reason: str
+
+
+Outlook = Reoffer | Failed | Cancelled | None
+"""What became of a request that was looked at or given back; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,40 +192,83 @@ class RequestRecords:
         )
         self._no_worker = encode_terminal("failed", "no_worker", "no worker could take the request in time")
         self._deadline = encode_terminal("failed", "first_token_deadline", "the first token did not come in time")
+        self._disconnect = encode_terminal("cancelled", "disconnect", "nobody reads this answer any more")
 
     # -- web
 
     def submit(
         self,
-        job: GenerationJob,
+        jobs: Sequence[GenerationJob],
         *,
         reader: str | None,
         outlive_reader: bool = False,
         max_waiting: int,
+        answer: bytes = b"",
+        idempotency: Idempotency | None = None,
         nonce: str | None = None,
         now_ms: int | None = None,
     ) -> Submitted:
-        """Put a request on offer (attempt 1) unless its id is known. Raises QueueFull, NoWorker."""
+        """Put all choices of one request on offer (attempt 1), or none; `jobs` are of one model and one class.
+
+        A request whose id or idempotency key is known is joined instead: nothing is made, and `reader` reads it too.
+        `answer` is kept with choice 0 for `answer()`. `max_waiting` bounds the offers of this class and those above.
+        Raises QueueFull, NoWorker, IdempotencyConflict.
+        """
+        first = jobs[0]
+        above = keys.PRIORITIES[: keys.PRIORITIES.index(first.priority) + 1]
+        choices: list[Argument] = []
+        for job in jobs:
+            queue = keys.queue_new(job.model, job.priority)
+            choices += (job.request_id, job.model, job.priority, queue, encode_job(job), len(job.prompt_token_ids))
         reply = self._scripts.call(
             "submit",
             now_ms,
-            job.request_id,
-            job.model,
-            encode_job(job),
             nonce or uuid4().hex,
-            "" if reader is None or outlive_reader else reader,
+            reader or "",
+            int(outlive_reader),
             max_waiting,
             self._offer_deadline_ms,
             self._active_ttl_ms,
-            len(job.prompt_token_ids),
+            READER_LEASE_MS,
+            answer,
+            "" if idempotency is None else idempotency.key,
+            "" if idempotency is None else idempotency.digest,
+            0 if idempotency is None else IDEMPOTENT_GRACE_MS,
+            " ".join(above),
+            *choices,
         )
         match reply[0]:
             case b"ok":
-                return Submitted(int(reply[1]), bool(reply[2]))
+                return Submitted(reply[1].decode(), int(reply[2]), bool(reply[3]))
             case b"full":
                 raise QueueFull(int(reply[1]))
+            case b"conflict":
+                raise IdempotencyConflict(reply[1].decode())
             case _:
-                raise NoWorker(job.model)
+                raise NoWorker(first.model)
+
+    def answer(self, request_id: str) -> bytes | None:
+        """What was submitted as `answer` with this choice 0; None when it is unknown, or its time is over."""
+        raw: bytes | None = self._redis.hget(keys.request(request_id), "answer")
+        return raw
+
+    def attach(self, request_ids: Sequence[str], reader: str, now_ms: int | None = None) -> list[bool]:
+        """Let `reader` read these requests too. For each: whether it is still going on."""
+        reply = self._scripts.call("attach", now_ms, reader, READER_LEASE_MS, self._active_ttl_ms, *request_ids)
+        return [bool(is_open) for is_open in reply]
+
+    def detach(
+        self, request_ids: Sequence[str], reader: str, grace_ms: int = 0, now_ms: int | None = None
+    ) -> list[str]:
+        """`reader` reads these requests no more. Returns those that ended with it, as cancelled, "disconnect".
+
+        The last reader leaving ends a request that was not asked to outlive its readers: at once, or, with a grace
+        (requests with an idempotency key always have one), when nobody has attached until then.
+        """
+        reply = self._scripts.call(
+            "detach", now_ms, reader, grace_ms, self._disconnect, self._stream_ttl_ms, *request_ids
+        )
+        return [request_id.decode() for request_id in reply]
 
     def close(
         self, request_id: str, state: EndState, reason: str, message: str = "", now_ms: int | None = None
@@ -234,12 +307,25 @@ class RequestRecords:
 
     def num_waiting(self, model: str) -> int:
         """Requests of `model` on offer and not claimed."""
-        return int(self._redis.zcard(keys.waiting(model)))
+        return self._num_waiting(model, keys.PRIORITIES[-1])
 
-    def queue_age_ms(self, model: str, now_ms: int | None = None) -> int:
-        """How long the oldest offer of `model` has been waiting; 0 when none is."""
-        oldest: Any = self._redis.zrange(keys.waiting(model), 0, 0, withscores=True)
-        return max(0, self._now(now_ms) - int(oldest[0][1])) if oldest else 0
+    def retry_after_s(self, model: str, priority: Priority = "default", now_ms: int | None = None) -> int:
+        """In how many seconds those who wait ahead of a newcomer will have been claimed, at the rate of late.
+
+        From 1 to MAX_RETRY_AFTER_S. The rate is that of the last CLAIM_RATE_MS, or of as much of it as was busy.
+        """
+        now, width = self._now(now_ms), keys.CLAIMS_BUCKET_MS
+        last = now // width
+        buckets = range(last - CLAIM_RATE_MS // width, last + 1)
+        counts = [int(count or 0) for count in self._redis.mget([keys.claims(model, bucket) for bucket in buckets])]
+        return retry_after_s(self._num_waiting(model, priority), counts, now % width)
+
+    def _num_waiting(self, model: str, priority: Priority) -> int:
+        """Those of this class and of all above."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for each in keys.PRIORITIES[: keys.PRIORITIES.index(priority) + 1]:
+                pipe.zcard(keys.waiting(model, each))
+            return sum(pipe.execute())
 
     # -- worker
 
@@ -281,9 +367,7 @@ class RequestRecords:
         replies = self._scripts.call("append", now_ms, self._active_ttl_ms, self._stream_ttl_ms, *arguments)
         return [Appended(int(reply[1])) if reply[0] == b"ok" else Refused(reply[0].decode()) for reply in replies]
 
-    def release(
-        self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None
-    ) -> Reoffer | Failed | None:
+    def release(self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None) -> Outlook:
         """Give an assignment back for another attempt. None when it is not this worker's any more.
 
         Reason "engine_error" counts towards the attempt limit, like a lost worker; a planned release does not.
@@ -301,7 +385,7 @@ class RequestRecords:
         attempt: int,
         reason: Literal["worker_lost", "message_lost"],
         now_ms: int | None = None,
-    ) -> Reoffer | Failed | None:
+    ) -> Outlook:
         """Put the next attempt on offer because the worker's lease is gone, or because the message is.
 
         None when that is not so: another attempt is active, the request has ended, or the lease is live.
@@ -310,7 +394,7 @@ class RequestRecords:
             request_id, self._scripts.call("reoffer", now_ms, request_id, attempt, reason, *self._limits())
         )
 
-    def look(self, request_id: str, queue_empty: bool, now_ms: int | None = None) -> Reoffer | Failed | None:
+    def look(self, request_id: str, queue_empty: bool, now_ms: int | None = None) -> Outlook:
         """Decide about a request that `due` names. None: nothing to do now, it will be due again if it lives.
 
         `queue_empty`: Dramatiq's list for the request's queue is empty, so an offer in it must be lost.
@@ -330,6 +414,7 @@ class RequestRecords:
             offer_deadline_ms,
             active_ttl_ms,
             stream_ttl_ms,
+            self._disconnect,
         )
         return _offered(request_id, reply)
 
@@ -424,32 +509,45 @@ class RequestRecords:
                 found.append((raw.decode(), int(attempt)))
         return found
 
-    def reader_heartbeat(self, reader: str, lease_ms: int, now_ms: int | None = None) -> None:
-        """Renew the lease of a web process as a reader of its open requests."""
+    def reader_heartbeat(self, reader: str, lease_ms: int, now_ms: int | None = None) -> bool:
+        """Renew the lease of a web process. False: it had none (any more), so it must attach again what it reads."""
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(keys.READERS, {reader: self._now(now_ms) + lease_ms})
             pipe.pexpire(keys.READERS, READERS_TTL_MS)
-            pipe.execute()
+            return int(pipe.execute()[0]) == 0
 
-    def reader_leave(self, reader: str) -> None:
-        self._redis.zrem(keys.READERS, reader)
-        self._redis.delete(keys.reader_open(reader))
+    def reader_leave(self, reader: str, now_ms: int | None = None) -> None:
+        """A web process ends. What it still reads is the watchdog's to detach, at once: its lease is over."""
+        self._scripts.call("reader_leave", now_ms, reader, 0)
+
+    def forget_reader(self, reader: str, now_ms: int | None = None) -> bool:
+        """By the watchdog, after detaching all of it. False: it is alive again, or has begun to read something."""
+        return bool(self._scripts.call("reader_leave", now_ms, reader, 1))
 
     def expired_readers(self, now_ms: int | None = None) -> list[str]:
         raw: Any = self._redis.zrangebyscore(keys.READERS, "-inf", self._now(now_ms))
         return [item.decode() for item in raw]
 
     def open_of(self, reader: str) -> list[str]:
-        """The requests that end when this reader is gone."""
+        """The requests that this reader reads and that may end when it is gone."""
         return sorted(item.decode() for item in self._redis.smembers(keys.reader_open(reader)))
+
+
+def retry_after_s(num_waiting: int, num_claimed: Sequence[int], elapsed_ms: int) -> int:
+    """`num_claimed` is of whole CLAIMS_BUCKET_MS, the last of them only `elapsed_ms` old. Idle time before the first
+    claim does not count; without any claim, one in all that time is assumed."""
+    claimed = [*num_claimed]
+    while claimed[0] == 0 and any(claimed):
+        del claimed[0]
+    busy_s = max(1.0, ((len(claimed) - 1) * keys.CLAIMS_BUCKET_MS + elapsed_ms) / 1000)
+    return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_waiting * busy_s / max(1, sum(claimed)))))
 
 
 def _append_arguments(item: Append) -> Sequence[Argument]:
     end = item.terminal
     terminal: tuple[Argument, ...] = ("", "", "")
     if end is not None:
-        entry = encode_terminal(end.state, end.reason, end.message, item.worker, item.num_cached_tokens)
-        terminal = (end.state, end.reason, entry)
+        terminal = (end.state, end.reason, encode_terminal(end.state, end.reason, end.message))
     return (
         item.request_id,
         item.attempt,
@@ -461,9 +559,13 @@ def _append_arguments(item: Append) -> Sequence[Argument]:
     )
 
 
-def _offered(request_id: str, reply: Any) -> Reoffer | Failed | None:
-    if reply is None:
-        return None
-    if reply[0] == b"offered":
-        return Reoffer(request_id, int(reply[1]), reply[2].decode())
-    return Failed(request_id, reply[1].decode())
+def _offered(request_id: str, reply: Any) -> Outlook:
+    match reply:
+        case None:
+            return None
+        case [b"offered", attempt, queue]:
+            return Reoffer(request_id, int(attempt), queue.decode())
+        case [b"cancelled", reason]:
+            return Cancelled(request_id, reason.decode())
+        case _:
+            return Failed(request_id, reply[1].decode())

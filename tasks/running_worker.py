@@ -99,7 +99,7 @@ def start_worker(
     gate, stopping = Gate(), threading.Event()
     records = RequestRecords(redis, stream_ttl_s=stream_ttl_s)
     broker = build_broker(queue)
-    loop = EngineLoop(engine, gate, worker=info.worker, on_fatal=on_fatal)
+    loop = EngineLoop(engine, gate, on_fatal=on_fatal)
     publisher = loop.publisher = Publisher(records, loop.settle)
     heartbeat = Heartbeat(
         records,

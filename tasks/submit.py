@@ -7,6 +7,7 @@ watchdog's business (`RequestRecords.look`), so an accepted request never depend
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from dramatiq.brokers.redis import RedisBroker
 from redis import Redis
@@ -15,7 +16,7 @@ from redis.exceptions import RedisError
 from tasks import keys
 from tasks.broker import assignment_message
 from tasks.contract import GenerationJob
-from tasks.record import Reoffer, RequestRecords, Submitted
+from tasks.record import Idempotency, Reoffer, RequestRecords, Submitted
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,30 @@ class Submitter:
         self._redis = redis
 
     def submit(
-        self, job: GenerationJob, *, reader: str | None, outlive_reader: bool = False, max_waiting: int
+        self,
+        jobs: Sequence[GenerationJob],
+        *,
+        reader: str | None,
+        outlive_reader: bool = False,
+        max_waiting: int,
+        answer: bytes = b"",
+        idempotency: Idempotency | None = None,
     ) -> Submitted:
-        """Offer a job for the first time. Raises QueueFull, NoWorker, redis.exceptions.RedisError (not accepted)."""
-        submitted = self._records.submit(job, reader=reader, outlive_reader=outlive_reader, max_waiting=max_waiting)
+        """Offer all choices of a request for the first time, or join it; see `RequestRecords.submit`.
+
+        Raises QueueFull, NoWorker, IdempotencyConflict, redis.exceptions.RedisError (accepted or not).
+        """
+        submitted = self._records.submit(
+            jobs,
+            reader=reader,
+            outlive_reader=outlive_reader,
+            max_waiting=max_waiting,
+            answer=answer,
+            idempotency=idempotency,
+        )
         if submitted.created:
-            self._enqueue(keys.queue_new(job.model), job.request_id, submitted.attempt)
+            for job in jobs:
+                self._enqueue(keys.queue_new(job.model, job.priority), job.request_id, submitted.attempt)
         return submitted
 
     def requeue(self, reoffer: Reoffer) -> None:

@@ -21,10 +21,13 @@ end
 if not again then
   redis.call('HSET', req, 'state', 'claimed', 'worker', worker, 'claim_id', claim_id, 'fingerprint', fingerprint,
     'claimed_ms', int(now))
-  redis.call('ZREM', WAITING:format(r.model), id)
+  redis.call('ZREM', WAITING:format(r.model, r.class), id)
   redis.call('SADD', HELD:format(worker), id)
   redis.call('PEXPIRE', HELD:format(worker), active_ttl)
-  redis.call('ZADD', DUE, int(now + lease_check), id)
+  look_at(r, now + lease_check)
+  local claims = CLAIMS:format(r.model, int(math.floor(now / CLAIMS_BUCKET_MS)))
+  redis.call('INCR', claims)
+  redis.call('PEXPIRE', claims, 60000)
   local mark = CLAIMED_UNTIL:format(r.queue)
   if r.offered_ms > (tonumber(redis.call('GET', mark)) or 0) then
     redis.call('SET', mark, int(r.offered_ms), 'PX', active_ttl)

@@ -25,9 +25,10 @@ local function details(fields)
 end
 
 -- The record of `id` as a table of strings ('' where a field is absent), or nil when there is none.
+-- `unread_ms` is nil unless the last reader has left: then, when the request ends unless somebody reads it again.
 local function record(id)
   local flat = redis.call('HMGET', REQUEST:format(id), 'state', 'attempt', 'model', 'worker', 'next_index',
-    'fingerprint', 'losses', 'offered_ms', 'waiting_ms', 'queue', 'reader', 'cached')
+    'fingerprint', 'losses', 'offered_ms', 'waiting_ms', 'queue', 'class', 'cached', 'unread_ms')
   if not flat[1] then
     return nil
   end
@@ -37,7 +38,8 @@ local function record(id)
   return {
     id = id, state = field(1), attempt = tonumber(flat[2]), model = field(3), worker = field(4),
     next_index = tonumber(flat[5]), fingerprint = field(6), losses = tonumber(flat[7]), offered_ms = tonumber(flat[8]),
-    waiting_ms = tonumber(flat[9]), queue = field(10), reader = field(11), cached = field(12),
+    waiting_ms = tonumber(flat[9]), queue = field(10), class = field(11), cached = field(12),
+    unread_ms = tonumber(flat[13] or nil),
   }
 end
 
@@ -54,29 +56,62 @@ local function is_live(model, worker)
   return lease and tonumber(lease) > now
 end
 
--- The one way a record ends. `ended_by` is the attempt whose own append ended it, '' otherwise: then the terminal
--- entry does not know yet who held the request and how much of its prompt was restored from the prefix cache.
-local function finish(r, state, reason, terminal, ended_by, stream_ttl)
-  if ended_by == '' then
-    local entry = cjson.decode(terminal)
-    entry.worker = r.worker
-    entry.num_cached_tokens = tonumber(r.cached) or 0
-    terminal = cjson.encode(entry)
+-- Somebody has to look at `r` at that time, or earlier if its readers have left.
+local function look_at(r, time)
+  redis.call('ZADD', DUE, int(math.min(time, r.unread_ms or time)), r.id)
+end
+
+local function attach(id, reader, reader_lease, active_ttl)
+  redis.call('SADD', READERS_OF:format(id), reader)
+  redis.call('PEXPIRE', READERS_OF:format(id), active_ttl)
+  redis.call('SADD', READER_OPEN:format(reader), id)
+  redis.call('PEXPIRE', READER_OPEN:format(reader), active_ttl)
+  -- Whoever reads is watched, also before its first heartbeat and after it was believed dead.
+  redis.call('ZADD', READERS, 'NX', int(now + reader_lease), reader)
+  redis.call('PEXPIRE', READERS, active_ttl)
+end
+
+-- The choices of one request end together: the last of them to end starts the time for which all are kept.
+local function expire_choices(id, choices, idempotency, stream_ttl)
+  local ids = {}
+  for choice in choices:gmatch('%S+') do
+    local state = choice ~= id and redis.call('HGET', REQUEST:format(choice), 'state')
+    if state and not is_over({ state = state }) then
+      return
+    end
+    ids[#ids + 1] = choice
   end
-  local out, req = OUT:format(r.id), REQUEST:format(r.id)
-  redis.call('XADD', out, int(r.next_index + 1) .. '-' .. int(r.attempt), 'e', terminal)
+  for _, choice in ipairs(ids) do
+    redis.call('PEXPIRE', REQUEST:format(choice), stream_ttl)
+    redis.call('PEXPIRE', OUT:format(choice), stream_ttl)
+  end
+  local key = IDEMPOTENCY:format(idempotency)
+  if idempotency ~= '' and redis.call('HGET', key, 'id') == ids[1] then
+    redis.call('PEXPIRE', key, stream_ttl)
+  end
+end
+
+-- The one way a record ends. `ended_by` is the attempt whose own append ended it, '' otherwise. The record knows who
+-- held the request and how much of its prompt was restored from the prefix cache; `terminal` gets it from there.
+local function finish(r, state, reason, terminal, ended_by, stream_ttl)
+  local entry = cjson.decode(terminal)
+  entry.worker = r.worker
+  entry.num_cached_tokens = tonumber(r.cached) or 0
+  local out, req, readers = OUT:format(r.id), REQUEST:format(r.id), READERS_OF:format(r.id)
+  redis.call('XADD', out, int(r.next_index + 1) .. '-' .. int(r.attempt), 'e', cjson.encode(entry))
   redis.call('HSET', req, 'state', state, 'reason', reason, 'ended_ms', int(now), 'ended_by', ended_by)
-  redis.call('HDEL', req, 'job')
-  redis.call('PEXPIRE', out, stream_ttl)
-  redis.call('PEXPIRE', req, stream_ttl)
+  redis.call('HDEL', req, 'job', 'unread_ms')
   redis.call('ZREM', DUE, r.id)
-  redis.call('ZREM', WAITING:format(r.model), r.id)
+  redis.call('ZREM', WAITING:format(r.model, r.class), r.id)
   if r.worker ~= '' then
     redis.call('SREM', HELD:format(r.worker), r.id)
   end
-  if r.reader ~= '' then
-    redis.call('SREM', READER_OPEN:format(r.reader), r.id)
+  for _, reader in ipairs(redis.call('SMEMBERS', readers)) do
+    redis.call('SREM', READER_OPEN:format(reader), r.id)
   end
+  redis.call('DEL', readers)
+  local family = redis.call('HMGET', req, 'choices', 'idempotency')
+  expire_choices(r.id, family[1] or r.id, family[2] or '', stream_ttl)
   event('ended', r.id, int(r.attempt), r.worker, r.model, details({
     state = state, reason = reason, next_index = r.next_index, cached = tonumber(r.cached) or 0 }))
 end
@@ -85,7 +120,7 @@ end
 local function offer_again(r, kind, reason, let_down, offer_deadline, active_ttl)
   local last = int(r.attempt)
   local last_worker = r.worker
-  local waiting, req = WAITING:format(r.model), REQUEST:format(r.id)
+  local waiting, req = WAITING:format(r.model, r.class), REQUEST:format(r.id)
   if last_worker ~= '' then
     redis.call('SREM', HELD:format(last_worker), r.id)
   end
@@ -98,7 +133,7 @@ local function offer_again(r, kind, reason, let_down, offer_deadline, active_ttl
   end
   redis.call('ZADD', waiting, int(now), r.id)
   redis.call('PEXPIRE', waiting, active_ttl)
-  redis.call('ZADD', DUE, int(now + offer_deadline), r.id)
+  look_at(r, now + offer_deadline)
   event(kind, r.id, last, last_worker, r.model, details({ reason = reason, next_index = r.next_index }))
   event('reoffered', r.id, int(r.attempt), '', r.model, details({ reason = reason, next_index = r.next_index }))
   return { 'offered', int(r.attempt), r.queue }

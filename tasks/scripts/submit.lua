@@ -1,31 +1,86 @@
--- now, id, model, job, nonce, reader ('' = nobody's), max_waiting, offer_deadline_ms, active_ttl_ms, prompt tokens
-local id, model, job, nonce, reader = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local max_waiting, offer_deadline, active_ttl = tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9]
-local req, waiting = REQUEST:format(id), WAITING:format(model)
-
-local known = redis.call('HMGET', req, 'attempt', 'nonce')
-if known[1] then
-  return { 'ok', known[1], known[2] == nonce and 1 or 0 }
+-- All choices of one request, or none of them.
+-- now, nonce (the same again when re-sent), reader ('' = nobody's), outlives its readers (1/0), max_waiting,
+-- offer_deadline_ms, active_ttl_ms, reader_lease_ms, answer, idempotency key ('' = none), digest, grace_ms,
+-- classes that come no later than this one (separated by spaces),
+-- then for each choice: id, model, class, queue, job, number of prompt tokens
+-- Replies { 'ok', id of the first choice, its attempt, 1 if made by this call }, or a refusal.
+local nonce, reader, outlives, max_waiting = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local offer_deadline, active_ttl, reader_lease = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+local answer, idempotency, digest, grace = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
+local first, model = ARGV[14], ARGV[15]
+local choices = {}
+for n = 14, #ARGV, 6 do
+  choices[#choices + 1] = ARGV[n]
 end
+
+-- The answer to a submit of what is there already; nil if it is not.
+local function known(id)
+  local flat = redis.call('HMGET', REQUEST:format(id), 'attempt', 'nonce', 'choices', 'outlives')
+  if not flat[1] then
+    return nil
+  end
+  if reader ~= '' and flat[4] ~= '1' then
+    for choice in flat[3]:gmatch('%S+') do
+      local r = record(choice)
+      if r and not is_over(r) then
+        attach(choice, reader, reader_lease, active_ttl)
+        redis.call('HDEL', REQUEST:format(choice), 'unread_ms')
+      end
+    end
+  end
+  return { 'ok', id, flat[1], flat[2] == nonce and 1 or 0 }
+end
+
+local key = IDEMPOTENCY:format(idempotency)
+if idempotency ~= '' then
+  local owner = redis.call('HMGET', key, 'id', 'digest')
+  local answer_of_owner = owner[1] and known(owner[1])
+  if answer_of_owner and owner[2] ~= digest then
+    return { 'conflict', owner[1] }
+  end
+  if answer_of_owner then
+    return answer_of_owner
+  end
+end
+local again = known(first)
+if again then
+  return again
+end
+
 if redis.call('ZCOUNT', WORKERS:format(model), '(' .. int(now), '+inf') == 0 then
   return { 'no_worker' }
 end
-redis.call('ZREMRANGEBYSCORE', waiting, '-inf', int(now - active_ttl))
-local num_waiting = redis.call('ZCARD', waiting)
-if num_waiting >= max_waiting then
+local num_waiting = 0
+for class in ARGV[13]:gmatch('%S+') do
+  local waiting = WAITING:format(model, class)
+  redis.call('ZREMRANGEBYSCORE', waiting, '-inf', int(now - active_ttl))
+  num_waiting = num_waiting + redis.call('ZCARD', waiting)
+end
+if num_waiting + #choices > max_waiting then
   return { 'full', int(num_waiting) }
 end
 
-redis.call('HSET', req, 'state', 'offered', 'attempt', '1', 'model', model, 'job', job, 'nonce', nonce,
-  'reader', reader, 'worker', '', 'next_index', '0', 'fingerprint', '', 'losses', '0', 'cached', '0',
-  'queue', QUEUE_NEW:format(model), 'submitted_ms', int(now), 'offered_ms', int(now), 'waiting_ms', int(now))
-redis.call('PEXPIRE', req, active_ttl)
-redis.call('ZADD', waiting, int(now), id)
-redis.call('PEXPIRE', waiting, active_ttl)
-redis.call('ZADD', DUE, int(now + offer_deadline), id)
-if reader ~= '' then
-  redis.call('SADD', READER_OPEN:format(reader), id)
-  redis.call('PEXPIRE', READER_OPEN:format(reader), active_ttl)
+for n = 14, #ARGV, 6 do
+  local id, class = ARGV[n], ARGV[n + 2]
+  local req, waiting = REQUEST:format(id), WAITING:format(model, class)
+  redis.call('HSET', req, 'state', 'offered', 'attempt', '1', 'model', model, 'class', class, 'job', ARGV[n + 4],
+    'nonce', nonce, 'outlives', outlives, 'grace_ms', grace, 'choices', table.concat(choices, ' '),
+    'idempotency', idempotency, 'worker', '', 'next_index', '0', 'fingerprint', '', 'losses', '0', 'cached', '0',
+    'queue', ARGV[n + 3], 'submitted_ms', int(now), 'offered_ms', int(now), 'waiting_ms', int(now))
+  redis.call('PEXPIRE', req, active_ttl)
+  redis.call('ZADD', waiting, int(now), id)
+  redis.call('PEXPIRE', waiting, active_ttl)
+  redis.call('ZADD', DUE, int(now + offer_deadline), id)
+  if reader ~= '' and outlives ~= '1' then
+    attach(id, reader, reader_lease, active_ttl)
+  end
+  event('submitted', id, '1', '', model, details({ prompt_tokens = tonumber(ARGV[n + 5]) }))
 end
-event('submitted', id, '1', '', model, details({ prompt_tokens = tonumber(ARGV[10]) }))
-return { 'ok', '1', 1 }
+if answer ~= '' then
+  redis.call('HSET', REQUEST:format(first), 'answer', answer)
+end
+if idempotency ~= '' then
+  redis.call('HSET', key, 'id', first, 'digest', digest)
+  redis.call('PEXPIRE', key, active_ttl)
+end
+return { 'ok', first, '1', 1 }

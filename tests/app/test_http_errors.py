@@ -196,16 +196,19 @@ def test_a_full_queue_asks_the_client_to_come_back() -> None:
     run(test, max_waiting=2)
 
 
-def test_the_longer_the_queue_the_later_the_client_is_asked_to_come_back() -> None:
+def test_the_slower_the_queue_moves_the_later_the_client_is_asked_to_come_back() -> None:
     async def test(web: Web) -> None:
-        web.worker()
+        worker = web.worker()
+        for number in range(4):
+            await web.chat(stream=True)
+            worker.claim(f"chatcmpl-{number + 1}")
         await web.chat(stream=True)
-        seconds, _ = web.redis.time()  # type: ignore[misc]
-        web.redis.zadd("tf:waiting:scripted", {"chatcmpl-1": (seconds - 20) * 1000})
-        exchange = await web.chat(stream=True)
-        assert 20 <= int(exchange.headers["retry-after"]) <= 22
-        web.redis.zadd("tf:waiting:scripted", {"chatcmpl-1": (seconds - 2000) * 1000})
-        assert (await web.chat(stream=True)).headers["retry-after"] == "60"
+        soon = await web.chat(stream=True)
+        assert 1 <= int(soon.headers["retry-after"]) <= 3
+        for key in web.redis.keys("tf:claims:*"):  # type: ignore[union-attr]
+            web.redis.delete(key)
+        late = await web.chat(stream=True)
+        assert 30 <= int(late.headers["retry-after"]) <= 35
 
     run(test, max_waiting=1)
 

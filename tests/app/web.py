@@ -80,9 +80,7 @@ class Worker:
         terminal = Terminal("finished", end) if end in ("stop", "length") else None
         if end is not None and terminal is None:
             terminal = Terminal("failed", end)
-        [result] = self.records.append_many(
-            [Append(request_id, 1, first_index, token_ids, cached, terminal, self.info.worker)]
-        )
+        [result] = self.records.append_many([Append(request_id, 1, first_index, token_ids, cached, terminal)])
         return result
 
 

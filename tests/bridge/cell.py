@@ -61,7 +61,7 @@ class Cell:
     ) -> None:
         """A job comes in; with `lost`, its message never reaches the queue."""
         job = GenerationJob(request_id, MODEL, (1, 2, 3), SamplingParams(max_tokens=9), now_ms)
-        self.records.submit(job, reader=reader, outlive_reader=outlive_reader, max_waiting=1000, now_ms=now_ms)
+        self.records.submit([job], reader=reader, outlive_reader=outlive_reader, max_waiting=1000, now_ms=now_ms)
         if not lost:
             self.queue.rpush(keys.message_list(keys.queue_new(MODEL)), request_id)
 

@@ -201,7 +201,7 @@ def test_the_requests_of_a_reader_that_is_gone_are_cancelled(cell: Cell) -> None
     assert done.readers_gone == ["web1"]
     assert cell.publish("running", 1, 0, (1,), T0 + 600) == "Refused"
     for request_id in ("queued", "running"):
-        assert [(end.state, end.reason) for end in cell.output(request_id)[1]] == [("cancelled", "reader_gone")]
+        assert [(end.state, end.reason) for end in cell.output(request_id)[1]] == [("cancelled", "disconnect")]
     assert cell.watchdog.tick(T0 + 700).readers_gone == []
 
 

@@ -43,7 +43,8 @@ class Cell:
         return self.records.heartbeat(info(worker, fingerprint=fingerprint), WorkerLoad(), lease_ms, self.now_ms)
 
     def submit(self, request_id: str = "r1", *, reader: str | None = "web", max_waiting: int = 100, **kw: Any) -> Any:
-        return self.records.submit(job(request_id), reader=reader, max_waiting=max_waiting, now_ms=self.now_ms, **kw)
+        made = job(request_id)
+        return self.records.submit([made], reader=reader, max_waiting=max_waiting, now_ms=self.now_ms, **kw)
 
     def claim(self, request_id: str = "r1", attempt: int = 1, worker: str = "w1", fp: str = "fp", **kw: Any) -> Any:
         return self.records.claim(request_id, attempt, worker, fp, now_ms=self.now_ms, **kw)
@@ -58,7 +59,7 @@ class Cell:
         cached: int = 0,
     ) -> AppendResult:
         terminal = Terminal("finished", end) if end else None
-        item = Append(request_id, attempt, first_index, token_ids, cached, terminal, "w1")
+        item = Append(request_id, attempt, first_index, token_ids, cached, terminal)
         return self.records.append_many([item], self.now_ms)[0]
 
     def state(self, request_id: str = "r1") -> Any:

@@ -134,7 +134,7 @@ def test_what_is_over_is_not_released(room: Room, outcome: Outcome) -> None:
 
 def test_a_request_whose_end_was_published_after_all_is_not_offered_again(room: Room) -> None:
     room.loop.outcome = "drain"
-    end = Append("r1", 1, 0, (5,), 0, Terminal("finished", "stop"), "w1")
+    end = Append("r1", 1, 0, (5,), 0, Terminal("finished", "stop"))
     room.loop.meanwhile = lambda: room.cell.records.append_many([end])
     room.cell.submit()
     room.generate("r1", 1)

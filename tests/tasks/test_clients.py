@@ -83,7 +83,7 @@ def test_a_submit_makes_the_record_then_the_message_then_the_wake_token(redis_se
     cell = Cell(redis_server)
     cell.join("w1", lease_ms=10**13)
     submitter = Submitter(cell.records, build_broker(cell.queue), cell.redis)
-    assert submitter.submit(job(), reader="web", max_waiting=9).created
+    assert submitter.submit([job()], reader="web", max_waiting=9).created
     assert cell.queue.llen(keys.message_list(keys.queue_new(MODEL))) == 1
     assert cell.redis.llen(keys.wake(keys.queue_new(MODEL))) == 1
     assert cell.records.open_of("web") == ["r1"]
@@ -93,8 +93,8 @@ def test_a_repeated_submit_sends_no_second_message(redis_server: RedisServer) ->
     cell = Cell(redis_server)
     cell.join("w1", lease_ms=10**13)
     submitter = Submitter(cell.records, build_broker(cell.queue), cell.redis)
-    submitter.submit(job(), reader="web", max_waiting=9)
-    assert not submitter.submit(job(), reader="web", max_waiting=9).created
+    submitter.submit([job()], reader="web", max_waiting=9)
+    assert not submitter.submit([job()], reader="web", max_waiting=9).created
     assert cell.queue.llen(keys.message_list(keys.queue_new(MODEL))) == 1
 
 
@@ -112,6 +112,6 @@ def test_once_the_record_is_made_the_request_is_accepted_whatever_the_queue_says
 
     monkeypatch.setattr(*((broker, "enqueue", away) if step == "message" else (redis, "pipeline", away)))
     submitter = Submitter(cell.records, broker, redis)
-    assert submitter.submit(job(), reader="web", max_waiting=9).created
+    assert submitter.submit([job()], reader="web", max_waiting=9).created
     submitter.requeue(Reoffer("r1", 2, keys.queue_again(MODEL)))
     assert cell.state().state == "offered"

@@ -295,7 +295,7 @@ def test_an_idle_consumer_is_woken_by_a_submit(cell: Cell) -> None:
     worker.consumer.tick()
     thread = threading.Thread(target=worker.consumer.tick)
     thread.start()
-    submitter(cell).submit(job("r1"), reader=None, max_waiting=9)
+    submitter(cell).submit([job("r1")], reader=None, max_waiting=9)
     thread.join(10)
     if not worker.taken:  # the token may come before the message was looked for
         worker.consumer.tick()
@@ -369,7 +369,7 @@ def test_a_burst_spreads_evenly_even_when_one_consumer_is_always_first(cell: Cel
 
     fast.on_pause = let_the_other_work
     for n in range(12):
-        submitter(cell).submit(job(f"r{n}"), reader=None, max_waiting=99)
+        submitter(cell).submit([job(f"r{n}")], reader=None, max_waiting=99)
     while len(fast.taken) + len(slow.taken) < 12:
         fast.consumer.tick()
         fast.claim_all()

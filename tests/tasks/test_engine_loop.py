@@ -67,9 +67,7 @@ class Room:
         self.gate = Gate()
         self.fatal: list[str] = []
         self.now_s = 100.0
-        self.loop = EngineLoop(
-            self.engine, self.gate, worker="w1", on_fatal=self.fatal.append, monotonic=lambda: self.now_s
-        )
+        self.loop = EngineLoop(self.engine, self.gate, on_fatal=self.fatal.append, monotonic=lambda: self.now_s)
         self.notes = Notes()
         self.loop.publisher = self.notes
 
@@ -115,7 +113,6 @@ def test_a_job_is_generated_and_over_once_its_last_token_is_published(room: Room
     assert handle.wait(0) == "ended"
     assert [token for item in appends for token in item.token_ids] == expected(job(max_tokens=3))
     assert appends[-1].terminal == Terminal("finished", "length")
-    assert {item.worker for item in appends} == {"w1"}
 
 
 def test_a_continuation_goes_on_at_the_next_index(room: Room) -> None:

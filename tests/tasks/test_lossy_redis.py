@@ -109,7 +109,7 @@ def test_every_request_ends_exactly_however_many_calls_get_lost(real_server: Red
             turn.wait(0.01)
         jobs = [job(f"r{n}", prompt=(n, 3, 4), max_tokens=4 + n % 7) for n in range(NUM_REQUESTS)]
         for made in jobs:
-            submitter.submit(made, reader="web", max_waiting=1000)
+            submitter.submit([made], reader="web", max_waiting=1000)
         for _ in range(int(WAIT_S / 0.02)):
             states = [records.state(made.request_id) for made in jobs]
             if all(state is not None and state.is_over for state in states):

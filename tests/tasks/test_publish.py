@@ -51,7 +51,7 @@ def room() -> Room:
 
 
 def tokens(request_id: str, first_index: int, *token_ids: int, end: Terminal | None = None) -> Append:
-    return Append(request_id, 1, first_index, token_ids, 0, end, "w1")
+    return Append(request_id, 1, first_index, token_ids, 0, end)
 
 
 def test_a_step_is_one_call_and_each_append_is_settled(room: Room) -> None:

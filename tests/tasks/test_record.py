@@ -49,7 +49,7 @@ def test_log_probabilities_ride_with_their_tokens_and_are_cut_with_them(cell: Ce
     first, second, third = (TokenLogprobs(-float(n), ((n, -0.5), (n + 1, -2.0))) for n in (1, 2, 3))
 
     def append(index: int, token_ids: tuple[int, ...], *logprobs: TokenLogprobs) -> None:
-        item = Append("r1", 1, index, token_ids, worker="w1", logprobs=pack_logprobs(logprobs))
+        item = Append("r1", 1, index, token_ids, logprobs=pack_logprobs(logprobs))
         cell.records.append_many([item], cell.now_ms)
 
     append(0, (5,), first)
@@ -73,10 +73,10 @@ def test_the_times_of_each_move_are_kept(cell: Cell) -> None:
 
 def test_without_an_explicit_time_redis_has_the_clock(cell: Cell) -> None:
     cell.records.heartbeat(info(), WorkerLoad(), 60_000)
-    cell.records.submit(job(), reader=None, max_waiting=1)
+    cell.records.submit([job()], reader=None, max_waiting=1)
     assert cell.state().submitted_ms > START_MS
     assert cell.records.due() == []
-    assert cell.records.queue_age_ms("m") < 60_000
+    assert 1 <= cell.records.retry_after_s("m") <= 40
 
 
 def test_token_ids_above_two_bytes_survive_being_cut_by_a_script(cell: Cell) -> None:
@@ -141,7 +141,7 @@ def test_a_claim_makes_room_in_the_queue(cell: Cell) -> None:
 
 def test_without_a_live_worker_of_the_model_a_submit_is_refused(cell: Cell) -> None:
     with pytest.raises(NoWorker):
-        cell.records.submit(job(model="other"), reader=None, max_waiting=9, now_ms=cell.now_ms)
+        cell.records.submit([job(model="other")], reader=None, max_waiting=9, now_ms=cell.now_ms)
     cell.now_ms += LEASE_MS
     with pytest.raises(NoWorker) as refusal:
         cell.submit()
@@ -153,16 +153,6 @@ def test_a_known_request_is_answered_even_when_no_worker_is_left(cell: Cell) -> 
     cell.submit()
     cell.now_ms += LEASE_MS
     assert not cell.submit().created
-
-
-def test_the_age_of_the_queue_is_that_of_its_oldest_offer(cell: Cell) -> None:
-    assert cell.records.queue_age_ms("m", cell.now_ms) == 0
-    cell.submit("r1")
-    cell.now_ms += 300
-    cell.submit("r2")
-    assert cell.records.queue_age_ms("m", cell.now_ms) == 300
-    cell.claim("r1")
-    assert cell.records.queue_age_ms("m", cell.now_ms) == 0
 
 
 # -- claim
@@ -358,7 +348,7 @@ def test_an_empty_append_only_asks_whether_to_go_on(cell: Cell) -> None:
 def test_a_request_may_end_without_any_token(cell: Cell) -> None:
     cell.submit()
     cell.claim()
-    failed = Append("r1", 1, 0, (), 0, Terminal("failed", "engine_error", "broke"), "w1")
+    failed = Append("r1", 1, 0, (), 0, Terminal("failed", "engine_error", "broke"))
     assert cell.records.append_many([failed], cell.now_ms) == [Appended(0)]
     assert cell.stream() == [TerminalEvent(0, 1, "failed", "engine_error", "broke", "w1", 0)]
 

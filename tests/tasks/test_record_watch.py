@@ -84,16 +84,14 @@ def test_a_peer_without_a_free_slot_does_not_count(cell: Cell) -> None:
     assert cell.records.least_held_by_peers("w1", MODEL, cell.now_ms) is None
 
 
-def test_a_reader_expires_with_the_requests_that_only_it_reads(cell: Cell) -> None:
-    cell.records.reader_heartbeat("web", 500, cell.now_ms)
+def test_a_reader_expires_with_the_requests_that_end_with_their_readers(cell: Cell) -> None:
+    assert not cell.records.reader_heartbeat("web", 500, cell.now_ms)
+    assert cell.records.reader_heartbeat("web", 500, cell.now_ms)
     cell.submit("r1")
     cell.submit("r2", outlive_reader=True)
     assert cell.records.expired_readers(cell.now_ms + 499) == []
     assert cell.records.expired_readers(cell.now_ms + 500) == ["web"]
     assert cell.records.open_of("web") == ["r1"]
-    cell.records.reader_leave("web")
-    assert cell.records.expired_readers(cell.now_ms + 500) == []
-    assert cell.records.open_of("web") == []
 
 
 # -- a lost worker

@@ -85,7 +85,7 @@ class House:
 
     def submit(self, request_id: str, **sampling: Any) -> GenerationJob:
         made = job(request_id, **sampling)
-        self.submitter.submit(made, reader="web", max_waiting=100)
+        self.submitter.submit([made], reader="web", max_waiting=100)
         return made
 
     def wait_tokens(self, request_id: str, num_tokens: int) -> None:

@@ -125,7 +125,7 @@ def test_a_killed_engine_is_declared_dead_at_once_and_replaced(processes: Proces
     processes.start(LEASE_MS="600000")
     [first] = processes.wait_live()
     made = job("r1", model=MODEL, max_tokens=300)
-    processes.submitter.submit(made, reader=None, max_waiting=9)
+    processes.submitter.submit([made], reader=None, max_waiting=9)
     processes.wait_tokens("r1", 5)
     os.kill(first.pid, signal.SIGKILL)
     processes.wait_until(lambda: processes.records.expired_workers(), "the lease of ten minutes is over")
@@ -143,7 +143,7 @@ def test_a_worker_that_was_stopped_for_longer_than_its_lease_is_fenced_out(proce
     processes.start()
     [first] = processes.wait_live()
     made = job("r1", model=MODEL, max_tokens=300)
-    processes.submitter.submit(made, reader=None, max_waiting=9)
+    processes.submitter.submit([made], reader=None, max_waiting=9)
     processes.wait_tokens("r1", 5)
     os.kill(first.pid, signal.SIGSTOP)
     processes.wait_until(lambda: processes.records.expired_workers(), "the lease runs out")
@@ -163,7 +163,7 @@ def test_a_worker_that_was_stopped_for_longer_than_its_lease_is_fenced_out(proce
 def test_one_or_two_sigterms_drain_the_worker_within_four_seconds(processes: Processes) -> None:
     popen = processes.start(SCRIPTED_STEP_MS="20")
     [info] = processes.wait_live()
-    processes.submitter.submit(job("long", model=MODEL, max_tokens=5000), reader=None, max_waiting=9)
+    processes.submitter.submit([job("long", model=MODEL, max_tokens=5000)], reader=None, max_waiting=9)
     processes.wait_tokens("long", 3)
     started_s = time.monotonic()
     for _ in range(2):  # to the whole group, as honcho does
@@ -190,7 +190,7 @@ def test_a_restart_of_redis_loses_nothing(processes: Processes) -> None:
     processes.start()
     processes.wait_live()
     made = job("r1", model=MODEL, max_tokens=400)
-    processes.submitter.submit(made, reader=None, max_waiting=9)
+    processes.submitter.submit([made], reader=None, max_waiting=9)
     processes.wait_tokens("r1", 20)
     processes.valkey.kill()
     processes.valkey.start()
@@ -198,7 +198,7 @@ def test_a_restart_of_redis_loses_nothing(processes: Processes) -> None:
     processes.wait_tokens("r1", 400)
     processes.wait_until(lambda: processes.records.state("r1").is_over, "the end")  # type: ignore[union-attr]
     processes.assert_exact(made)
-    processes.submitter.submit(job("r2", model=MODEL, max_tokens=2), reader=None, max_waiting=9)
+    processes.submitter.submit([job("r2", model=MODEL, max_tokens=2)], reader=None, max_waiting=9)
     processes.wait_tokens("r2", 2)
 
 
