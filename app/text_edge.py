@@ -119,13 +119,15 @@ def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
 
 
 SCRIPTED_EOS_TOKEN_ID = 2
-SCRIPTED_VOCAB_SIZE = 1000
+SCRIPTED_FIRST_BYTE = 1000
+SCRIPTED_VOCAB_SIZE = SCRIPTED_FIRST_BYTE + 256
 """The scripted engine's (`decode.scripted`)."""
 
 
 def scripted_text_edge() -> TextEdge:
     """The text edge of the scripted engine: prompts are UTF-8 bytes (ids 0 to 255), output id N reads `<N>`.
 
+    Ids from 1000 on are single bytes of the output, which a prompt can dictate (`decode.scripted`).
     The rendering is one line per message, `role: content`, and an opening `assistant:`.
     """
 
@@ -135,10 +137,14 @@ def scripted_text_edge() -> TextEdge:
     def encode(text: str) -> list[int]:
         return list(text.encode())
 
+    def token_bytes(token_id: int) -> bytes:
+        byte = token_id - SCRIPTED_FIRST_BYTE
+        return bytes([byte]) if 0 <= byte < 256 else b"<%d>" % token_id
+
     return TextEdge(
         render=render,
         encode=encode,
-        token_bytes=lambda token_id: b"<%d>" % token_id,
+        token_bytes=token_bytes,
         eos_token_ids=[SCRIPTED_EOS_TOKEN_ID],
         vocab_size=SCRIPTED_VOCAB_SIZE,
     )

@@ -15,8 +15,10 @@ from pathlib import Path
 from decode.checkpoint import Checkpoint
 from decode.engine import Engine, EngineConfig, ModelRunner
 from decode.errors import DecodeError
+from decode.grammar import Grammars
 from decode.native_build import NativeUnavailable
 from decode.native_runner import NATIVE_VARIANTS, NativeModelRunner, native_execution
+from decode.vocabulary import checkpoint_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ def load_engine(
         "vocab_size": checkpoint.config.vocab_size,
     }
     num_threads = num_threads or choose_num_threads()
+    grammars = Grammars(lambda: checkpoint_vocabulary(checkpoint))
+    grammars.load()  # meanwhile the weights come
 
     def configured(chosen: str) -> EngineConfig:
         return EngineConfig(fingerprint=fingerprint(checkpoint, chosen, device), variant=chosen, **limits)
@@ -70,13 +74,13 @@ def load_engine(
     if variant in NATIVE_VARIANTS or (variant == AUTO and device == "cpu"):
         config = configured(NATIVE_VARIANTS[0] if variant == AUTO else variant)
         try:
-            return Engine(_native(checkpoint, config, device, num_threads, cache_dir, progress), config)
+            return Engine(_native(checkpoint, config, device, num_threads, cache_dir, progress), config, grammars)
         except NativeUnavailable as error:
             if variant != AUTO:
                 raise UnsupportedVariant(f"variant {variant}: {error}") from error
             log.warning("serving with torch in bf16, several times slower than natively: %s", error)
     config = configured("bf16" if variant == AUTO else variant)
-    return Engine(_torch(checkpoint, config, device, num_threads, progress), config)
+    return Engine(_torch(checkpoint, config, device, num_threads, progress), config, grammars)
 
 
 def _native(

@@ -40,15 +40,22 @@ class Grammars:
     """Makes the matchers of one engine."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """`vocabulary` is called at once, in the helper thread: the model is loaded meanwhile."""
+        """`vocabulary` is called once, in the helper thread, when somebody says `load` or needs it."""
+        self._vocabulary = vocabulary
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        self._tokenizer = self._helper.submit(lambda: _Tokenizer(vocabulary()))
+        self._tokenizer: Future[_Tokenizer] | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+
+    def load(self) -> Future[_Tokenizer]:
+        """Begin to read the vocabulary, unless that has been done."""
+        if self._tokenizer is None:
+            self._tokenizer = self._helper.submit(lambda: _Tokenizer(self._vocabulary()))
+        return self._tokenizer
 
     def matcher(self, sequence_id: str, sampling: SamplingParams, output_token_ids: list[int]) -> GrammarMatcher:
         """Where `output_token_ids` stand in `sampling.grammar`. Raises InvalidGrammar naming the reason."""
         try:
-            tokenizer = self._tokenizer.result()
+            tokenizer = self.load().result()
         except (ValueError, OSError) as error:
             raise InvalidGrammar(sequence_id, f"the tokenizer cannot be used for grammars: {error}") from error
         if not any(token in tokenizer for token in sampling.stop_token_ids):

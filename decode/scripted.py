@@ -12,6 +12,19 @@ Output tokens are 100 to 999. A prompt asks for an end: among its last 64 tokens
 "end of text") followed by a token `n` makes output token `n` (counted from 0) the EOS, `SCRIPTED_EOS_TOKEN_ID`.
 So with a text edge that encodes bytes, the JSON string "hello\\u0003\\u0005" gets five tokens and the EOS. Without
 it there is never an EOS.
+
+A prompt dictates its output: the bytes between the last `SCRIPTED_SAY` (14, in ASCII "shift out") and the
+`SCRIPTED_SAID` (15, "shift in") after it come back one token a byte, as ids `SCRIPTED_FIRST_BYTE` + byte, and then
+the EOS. So the JSON string "\\u000ehello\\u000f" is answered with "hello".
+
+A grammar sees those 256 byte tokens and the EOS, no others. What was dictated is chosen as far as the grammar allows
+it. Otherwise the output gets to its end: the EOS if it is allowed, else a `"`, a `}` or a `]`, else one of the
+allowed tokens, depending on the digest.
+
+Of the sampling parameters the model honours `max_tokens`, `min_tokens`, `ignore_eos`, `grammar` and the two ends of
+`logit_bias`: at 100 a token takes the place of every token that is made up (the first such in the list), at -100 it
+is never made up (the next id is). Temperature, filters, seed, penalties and other biases change nothing. Log
+probabilities are made up: the chosen token is the likeliest, at one of 64 values above -1, each next one has 1 less.
 """
 
 from __future__ import annotations
@@ -25,16 +38,24 @@ from zlib import crc32
 import numpy as np
 
 from decode.engine import Engine, EngineConfig
-from decode.sampling import Chosen, SamplingParams
+from decode.grammar import GrammarMatcher, Grammars, Mask
+from decode.sampling import MAX_LOGPROBS, Chosen, SamplingParams, TokenLogprobs
 from decode.scheduler import ScheduledSequence, StepPlan
 from decode.sequence import Sequence
+from decode.vocabulary import Vocabulary
 
 SCRIPTED_MODEL = "scripted"
-SCRIPTED_FINGERPRINT = "scripted-1"
+SCRIPTED_FINGERPRINT = "scripted-2"
 SCRIPTED_EOS_TOKEN_ID = 2
 SCRIPTED_STOP_AFTER = 3
+SCRIPTED_SAY = 14
+SCRIPTED_SAID = 15
+SCRIPTED_FIRST_BYTE = 1000
+SCRIPTED_VOCAB_SIZE = SCRIPTED_FIRST_BYTE + 256
 SCRIPTED_MAX_MODEL_LEN = 8192
 _STOP_WINDOW = 64
+_FIRST, _NUM_TOKENS = 100, 900
+_ENDS = (SCRIPTED_EOS_TOKEN_ID, *(SCRIPTED_FIRST_BYTE + byte for byte in b'"}]'))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +78,28 @@ class ScriptedCosts:
         )
 
 
-def next_token(token_ids: Tokens[int], num_prompt_tokens: int, sampling: SamplingParams) -> int:
+def next_token(
+    token_ids: Tokens[int], num_prompt_tokens: int, sampling: SamplingParams, grammar: GrammarMatcher | None = None
+) -> int:
     """The scripted model without a cache: the token after `token_ids`. The specification of `ScriptedRunner`."""
     _, digest = _run(token_ids, 0)
-    return _choose(digest, token_ids, num_prompt_tokens, sampling)
+    return _choose(digest, token_ids, num_prompt_tokens, sampling, grammar)
 
 
 def generate(prompt_token_ids: Tokens[int], sampling: SamplingParams, max_len: int) -> tuple[list[int], str]:
     """Output tokens and finish reason of one request, computed without a cache: the oracle for tests."""
     sequence = Sequence("oracle", prompt_token_ids, sampling)
+    grammars = Grammars(scripted_vocabulary) if sampling.grammar else None
     while (reason := sequence.finish_reason(max_len)) is None:
-        sequence.token_ids.append(next_token(sequence.token_ids, sequence.num_prompt_tokens, sampling))
+        grammar = grammars.matcher("oracle", sampling, sequence.output_token_ids) if grammars else None
+        sequence.token_ids.append(next_token(sequence.token_ids, sequence.num_prompt_tokens, sampling, grammar))
     return sequence.output_token_ids, reason
+
+
+def scripted_vocabulary() -> Vocabulary:
+    """What a grammar sees."""
+    token_bytes = [b""] * SCRIPTED_FIRST_BYTE + [bytes([byte]) for byte in range(256)]
+    return Vocabulary(token_bytes, {SCRIPTED_EOS_TOKEN_ID: "<eos>"}, (SCRIPTED_EOS_TOKEN_ID,))
 
 
 class ScriptedRunner:
@@ -94,13 +125,18 @@ class ScriptedRunner:
         digests = [
             crc32(self._read(scheduled.sequence, scheduled.num_computed_tokens)) for scheduled in plan.scheduled
         ]
-        chosen = []
+        chosen: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
         for scheduled, context in zip(plan.scheduled, digests, strict=True):
             digest = self._compute(scheduled, context)
             if scheduled.samples:
                 sequence = scheduled.sequence
-                chosen.append(_choose(digest, sequence.token_ids, sequence.num_prompt_tokens, sequence.sampling))
-        return Chosen(chosen)
+                sampling, num_prompt_tokens = sequence.sampling, sequence.num_prompt_tokens
+                token = _choose(digest, sequence.token_ids, num_prompt_tokens, sampling, sequence.grammar)
+                if sampling.num_logprobs is not None:
+                    logprobs[len(chosen)] = _logprobs(digest, token, sampling.num_logprobs)
+                chosen.append(token)
+        return Chosen(chosen, logprobs)
 
     def _read(self, sequence: Sequence, num_tokens: int) -> bytes:
         """The values of the first `num_tokens` tokens, through the block table."""
@@ -139,7 +175,7 @@ def scripted_engine(
         fingerprint=SCRIPTED_FINGERPRINT,
     )
     runner = ScriptedRunner(num_blocks=config.num_blocks, block_size=block_size, costs=costs, sleep=sleep)
-    return Engine(runner, config)
+    return Engine(runner, config, Grammars(scripted_vocabulary))
 
 
 def _run(token_ids: Tokens[int], digest: int) -> tuple[list[int], int]:
@@ -152,12 +188,72 @@ def _run(token_ids: Tokens[int], digest: int) -> tuple[list[int], int]:
     return values, digest
 
 
-def _choose(digest: int, token_ids: Tokens[int], num_prompt_tokens: int, sampling: SamplingParams) -> int:
+def _choose(
+    digest: int,
+    token_ids: Tokens[int],
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    grammar: GrammarMatcher | None,
+) -> int:
     """The token after `token_ids`, whose values have this digest."""
-    if not sampling.ignore_eos:
-        tail = token_ids[max(0, num_prompt_tokens - _STOP_WINDOW) : num_prompt_tokens]
-        if SCRIPTED_STOP_AFTER in tail[:-1]:
-            wanted = tail[tail.index(SCRIPTED_STOP_AFTER) + 1]
-            if len(token_ids) - num_prompt_tokens >= max(wanted, sampling.min_tokens):
-                return SCRIPTED_EOS_TOKEN_ID
-    return 100 + digest % 900
+    wish = _dictated(token_ids, num_prompt_tokens, sampling)
+    if grammar is not None:
+        return _allowed(grammar.mask(), wish, digest)
+    return _made_up(digest, sampling) if wish is None else wish
+
+
+def _dictated(token_ids: Tokens[int], num_prompt_tokens: int, sampling: SamplingParams) -> int | None:
+    """What the prompt asks for at this place, if anything."""
+    num_output_tokens = len(token_ids) - num_prompt_tokens
+    said = _said(token_ids, num_prompt_tokens)
+    if said is not None and num_output_tokens < len(said):
+        return SCRIPTED_FIRST_BYTE + said[num_output_tokens]
+    if sampling.ignore_eos:
+        return None
+    wanted = None if said is None else len(said)
+    tail = token_ids[max(0, num_prompt_tokens - _STOP_WINDOW) : num_prompt_tokens]
+    if said is None and SCRIPTED_STOP_AFTER in tail[:-1]:
+        wanted = tail[tail.index(SCRIPTED_STOP_AFTER) + 1]
+    if wanted is not None and num_output_tokens >= max(wanted, sampling.min_tokens):
+        return SCRIPTED_EOS_TOKEN_ID
+    return None
+
+
+def _said(token_ids: Tokens[int], num_prompt_tokens: int) -> Tokens[int] | None:
+    """The bytes of the prompt that are to come back."""
+    try:
+        token_ids.index(SCRIPTED_SAY, 0, num_prompt_tokens)
+    except ValueError:
+        return None
+    prompt = token_ids[:num_prompt_tokens]
+    begin = num_prompt_tokens - prompt[::-1].index(SCRIPTED_SAY)
+    said = prompt[begin:]
+    if SCRIPTED_SAID not in said:
+        return None
+    said = said[: said.index(SCRIPTED_SAID)]
+    return said if all(byte < 256 for byte in said) else None
+
+
+def _made_up(digest: int, sampling: SamplingParams) -> int:
+    token = _FIRST + digest % _NUM_TOKENS
+    if not sampling.logit_bias:
+        return token
+    forced = [biased for biased, bias in sampling.logit_bias if bias >= 100]
+    banned = {biased for biased, bias in sampling.logit_bias if bias <= -100}
+    cycle = (_FIRST + (digest + step) % _NUM_TOKENS for step in range(_NUM_TOKENS))
+    return forced[0] if forced else next((other for other in cycle if other not in banned), token)
+
+
+def _allowed(mask: Mask, wish: int | None, digest: int) -> int:
+    allowed = np.unpackbits(mask.view(np.uint8), count=SCRIPTED_VOCAB_SIZE, bitorder="little").nonzero()[0].tolist()
+    for token in (wish, *_ENDS):
+        if token in allowed:
+            return int(token)
+    return int(allowed[digest % len(allowed)])
+
+
+def _logprobs(digest: int, token: int, number: int) -> TokenLogprobs:
+    logprob = -(digest % 64) / 64
+    others = (_FIRST + (token + step) % _NUM_TOKENS for step in range(MAX_LOGPROBS))
+    likeliest = [token, *(other for other in others if other != token)][:number]
+    return TokenLogprobs(logprob, tuple((other, logprob - rank) for rank, other in enumerate(likeliest)))
