@@ -55,5 +55,5 @@ class Scripts:
         try:
             return self._redis.evalsha(self._hashes[name], 0, time, *args)
         except NoScriptError:
-            self._redis.script_load(self._sources[name])
-            return self._redis.evalsha(self._hashes[name], 0, time, *args)
+            # The text itself, which is remembered again: between a load and a call it could be forgotten once more.
+            return self._redis.eval(self._sources[name], 0, time, *args)
