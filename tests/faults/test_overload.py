@@ -1,0 +1,88 @@
+"""Too much at once, and a long life: a flood, and a thousand requests of all kinds that leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cell import FaultyCell
+from tests.faults.client import Ask, Seen, ask
+from tests.faults.conftest import CellMaker
+from tests.faults.oracle import Oracle, story
+from tests.faults.schedule import draw_ask
+from tests.faults.verdict import judge_client
+
+pytestmark = pytest.mark.e2e
+
+NUM_FLOOD = 2_000
+NUM_MIXED = 1_000
+
+
+@pytest.fixture(scope="module")
+def cell(make_module_cell: CellMaker) -> FaultyCell:
+    return make_module_cell(num_workers=2, SCRIPTED_STEP_MS=2, MAX_WAITING=100, MAX_NUM_SEQS=16, STREAM_TTL_S=2)
+
+
+def memory_kb(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found.group(1))
+
+
+def test_a_flood_is_answered_with_429_and_what_was_accepted_finishes(cell: FaultyCell, oracle: Oracle) -> None:
+    pid = cell.wait_pid_at_work("web")
+    before_kb = memory_kb(pid)
+
+    async def test() -> list[Seen]:
+        return await asyncio.gather(*(ask(cell.port, Ask(story(number), 20)) for number in range(NUM_FLOOD)))
+
+    done = asyncio.run(test())
+    counts = Counter((seen.end, seen.error_code) for seen in done)
+    assert set(counts) == {("done", ""), ("refused", "queue_full")}
+    assert counts["done", ""] >= 100
+    for seen in done:
+        assert judge_client(seen, oracle, frozenset({"queue_full"})) is None
+        if seen.status == 429:
+            assert int(seen.headers["retry-after"]) >= 1
+    assert memory_kb(pid) - before_kb < 100 * 1024
+    cell.wait_quiet()
+
+
+def test_a_thousand_mixed_requests_leave_every_count_where_it_was(cell: FaultyCell, oracle: Oracle) -> None:
+    """Finished, stopped, left and refused ones; what is kept for a while expires, and nothing else is kept."""
+    rng = random.Random(5)
+
+    async def client(number: int) -> list[Seen]:
+        return [await ask(cell.port, draw_ask(rng, oracle)) for _ in range(number)]
+
+    async def load(num_requests: int) -> list[Seen]:
+        seen = await asyncio.gather(*(client(num_requests // 20) for _ in range(20)))
+        return [one for group in seen for one in group]
+
+    asyncio.run(load(40))
+    before = counts_of(cell)
+    for seen in asyncio.run(load(NUM_MIXED)):
+        assert judge_client(seen, oracle, frozenset({"queue_full"})) is None
+    assert counts_of(cell) == before
+
+
+def counts_of(cell: FaultyCell) -> dict[str, int]:
+    """Keys of both databases, once all that expires has, and members of what never goes."""
+    cell.wait_quiet()
+    deadline_s = time.monotonic() + 20
+    while True:
+        names = sorted(key.decode() for key in cell.redis.scan_iter("*", count=1000))
+        passing = [name for name in names if name.endswith((":req", ":out")) or name.startswith("tf:wake:")]
+        if not [name for name in passing if not name.startswith("tf:wake:")]:
+            break
+        assert time.monotonic() < deadline_s, passing[:5]
+        time.sleep(0.1)
+    kept = [name for name in names if not name.startswith(("tf:wake:", "tf:events"))]
+    queue = cell.queue_keys()
+    return dict(Counter(re.sub(r"[0-9a-f]{8}", "*", name) for name in kept + queue))
