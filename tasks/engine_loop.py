@@ -25,6 +25,11 @@ from tasks.record import Append, AppendResult, Refused, Terminal
 log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
+CHECK_EVERY_S = 10.0
+"""An idle engine's books are compared at most so often.
+
+PERF: 8 ms for 4,096 blocks; with few requests that came after each of them, and before the first step of the next.
+"""
 _REASONS: dict[type[DecodeError], str] = {
     PromptTooLong: "context_length_exceeded",
     InvalidGrammar: "invalid_grammar",
@@ -96,6 +101,7 @@ class EngineLoop:
         self._is_releasing = False
         self._is_stopping = False
         self._is_checked = True
+        self._next_check_s = float("-inf")
         self._step_started_s: float | None = None
         self._last_step_s = monotonic()
         self._load = engine.load()
@@ -189,8 +195,9 @@ class EngineLoop:
             self._give_up("drain")
         self._take_new()
         if not self._engine.has_unfinished:
-            if not self._is_checked:
+            if not self._is_checked and self._monotonic() >= self._next_check_s:
                 self._is_checked = True
+                self._next_check_s = self._monotonic() + CHECK_EVERY_S
                 self._check()
             self._observe()
             return False
@@ -205,7 +212,7 @@ class EngineLoop:
             while True:
                 if not self.tick():
                     with self._changed:
-                        self._changed.wait_for(self._has_mail)
+                        self._changed.wait_for(self._has_mail, None if self._is_checked else CHECK_EVERY_S)
                 if self._is_stopping:
                     return
         except Exception as error:

@@ -12,7 +12,7 @@ from decode.errors import DeviceOutOfMemory, IntegrityError
 from decode.scheduler import StepPlan
 from decode.scripted import ScriptedRunner, generate
 from tasks.contract import GenerationJob
-from tasks.engine_loop import EngineLoop
+from tasks.engine_loop import CHECK_EVERY_S, EngineLoop
 from tasks.gate import Gate
 from tasks.publish import Unpublishable
 from tasks.record import Append, Appended, AppendResult, RefusalReason, Refused, Terminal
@@ -283,6 +283,21 @@ def test_a_grammar_that_does_not_compile_fails_the_request(room: Room) -> None:
     assert append.terminal is not None
     assert (append.terminal.state, append.terminal.reason) == ("failed", "invalid_grammar")
     assert handle.outcome == "ended"
+
+
+def test_the_books_are_compared_when_idle_but_not_after_every_request(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[float] = []
+    monkeypatch.setattr(room.engine, "check_idle", lambda: checks.append(room.now_s))
+    for request_id in ("a", "b", "c"):
+        room.hand_over(job(request_id, max_tokens=1))
+        room.drive()
+    assert checks == [100.0]
+    room.now_s += CHECK_EVERY_S
+    room.loop.tick()
+    room.loop.tick()
+    assert checks == [100.0, 100.0 + CHECK_EVERY_S]
 
 
 def test_wrong_books_of_the_engine_are_fatal(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
