@@ -24,6 +24,7 @@ from tasks.broker import AssignmentMessage
 from tasks.contract import WorkerInfo
 from tasks.gate import Gate
 from tasks.lua import Scripts
+from tasks.priorities import HEAD_START_MS
 from tasks.record import RequestRecords
 from tasks.submit import wake
 
@@ -74,6 +75,7 @@ class AssignmentConsumer:
         self._monotonic = monotonic
         self._pause = pause
         self._wake_keys = [keys.worker_wake(info.worker), *map(keys.wake, self.queues)]
+        head_starts = {keys.queue_new(info.model, priority): ms for priority, ms in HEAD_START_MS.items()}
         self._fetch_arguments: list[str | int] = [
             broker.broker_id,
             keys.message_heartbeats(broker.namespace),
@@ -85,6 +87,7 @@ class AssignmentConsumer:
                     keys.message_list(queue, broker.namespace),
                     keys.messages(queue, broker.namespace),
                     self._acks(queue),
+                    head_starts.get(queue, ""),
                 )
             ),
         ]

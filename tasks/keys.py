@@ -40,6 +40,7 @@ id>.<queue>` set, `<ns>:__heartbeats__` zset, `<ns>:<queue>.XQ` dead letters, al
 from __future__ import annotations
 
 from tasks.contract import Priority
+from tasks.priorities import PRIORITIES
 
 REQUEST = "tf:{%s}:req"
 OUT = "tf:{%s}:out"
@@ -74,9 +75,6 @@ MAX_WAKE_TOKENS = 64
 WAKE_TTL_MS = 60_000
 CLAIMS_BUCKET_MS = 5_000
 """How many milliseconds of claims are counted in one key."""
-
-PRIORITIES: tuple[Priority, ...] = ("priority", "default", "flex")
-"""The classes of requests, the first of them served first (`tasks.scripts` fetch has the rule)."""
 
 
 def request(request_id: str) -> str:
@@ -151,7 +149,7 @@ def queue_continue(model: str, fingerprint: str) -> str:
 
 
 def worker_queues(model: str, fingerprint: str) -> tuple[str, ...]:
-    """What a worker drains, in this order: unfinished streams, requests that were let down, new ones by class."""
+    """What a worker drains: unfinished streams, then requests that were let down, then new ones by class."""
     new = (queue_new(model, priority) for priority in PRIORITIES)
     return queue_continue(model, fingerprint), queue_again(model), *new
 

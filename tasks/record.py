@@ -34,6 +34,7 @@ from tasks.contract import (
 )
 from tasks.errors import FingerprintMismatch, IdempotencyConflict, NoWorker, QueueFull, Stale
 from tasks.lua import Argument, Scripts
+from tasks.priorities import PRIORITIES, up_to
 
 State = Literal["offered", "claimed", "streaming", "finished", "cancelled", "failed"]
 RefusalReason = Literal["stale", "closed", "gap", "missing"]
@@ -215,7 +216,7 @@ class RequestRecords:
         Raises QueueFull, NoWorker, IdempotencyConflict.
         """
         first = jobs[0]
-        above = keys.PRIORITIES[: keys.PRIORITIES.index(first.priority) + 1]
+        above = up_to(first.priority)
         choices: list[Argument] = []
         for job in jobs:
             queue = keys.queue_new(job.model, job.priority)
@@ -307,7 +308,7 @@ class RequestRecords:
 
     def num_waiting(self, model: str) -> int:
         """Requests of `model` on offer and not claimed."""
-        return self._num_waiting(model, keys.PRIORITIES[-1])
+        return self._num_waiting(model, PRIORITIES[-1])
 
     def retry_after_s(self, model: str, priority: Priority = "default", now_ms: int | None = None) -> int:
         """In how many seconds those who wait ahead of a newcomer will have been claimed, at the rate of late.
@@ -323,7 +324,7 @@ class RequestRecords:
     def _num_waiting(self, model: str, priority: Priority) -> int:
         """Those of this class and of all above."""
         with self._redis.pipeline(transaction=False) as pipe:
-            for each in keys.PRIORITIES[: keys.PRIORITIES.index(priority) + 1]:
+            for each in up_to(priority):
                 pipe.zcard(keys.waiting(model, each))
             return sum(pipe.execute())
 
