@@ -31,6 +31,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from bench.load import Target, parse_arguments, run
+from bench.machine import descendants
 from decode.registry import DEFAULT_MODEL, resolve
 
 LOADS = (
@@ -119,21 +120,6 @@ def _wait_ready(server: Server, process: subprocess.Popen[bytes], port: int) -> 
         except OSError:
             time.sleep(0.2)
     raise SystemExit(f"{server.name} was not ready after {READY_S} s; see its log")
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, and itself."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found = [pid]
-    for parent in found:
-        found.extend(parents.get(parent, ()))
-    return found
 
 
 class Memory:
