@@ -1,4 +1,4 @@
-"""Whether a chat request may enter the queue, and the job it becomes.
+"""Whether a request may enter the queue, and the jobs it becomes: one for each choice, all or none.
 
 Owns the limits that the live workers set, and the translation of every refusal of the queue into what the client is
 told. Blocking: called in a worker thread. Refuses to know about HTTP.
@@ -8,34 +8,83 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from redis.exceptions import RedisError
 
-from app.errors import context_length_exceeded, no_worker, queue_full, queue_unreachable
-from app.openai_in import ChatCall
+from app.answer_spec import AnswerSpec, SpecError, decode_spec
+from app.errors import (
+    context_length_exceeded,
+    idempotency_conflict,
+    no_worker,
+    queue_full,
+    queue_unreachable,
+    unavailable,
+)
+from app.generation_in import GenerationCall
 from decode.sampling import SamplingParams
-from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad
-from tasks.errors import NoWorker, QueueFull
+from tasks.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
+from tasks.errors import IdempotencyConflict, NoWorker, QueueFull
+from tasks.record import Idempotency, Submitted
 
 logger = logging.getLogger(__name__)
 
 LIMITS_TTL_S = 1.0
+
+PRIORITIES: Mapping[str, Priority] = {"priority": "priority", "flex": "flex"}
+"""Service tiers that are not the default."""
 
 
 class Records(Protocol):
     """`tasks.record.RequestRecords`, as far as it is used here."""
 
     def workers(self, model: str | None = None) -> list[tuple[WorkerInfo, WorkerLoad]]: ...
-    def retry_after_s(self, model: str) -> int: ...
+    def retry_after_s(self, model: str, priority: Priority = "default") -> int: ...
+    def answer(self, request_id: str) -> bytes | None: ...
 
 
 class Submits(Protocol):
     """`tasks.submit.Submitter`, as far as it is used here."""
 
-    def submit(self, jobs: Sequence[GenerationJob], *, reader: str | None, max_waiting: int) -> object: ...
+    def submit(
+        self,
+        jobs: Sequence[GenerationJob],
+        *,
+        reader: str | None,
+        outlive_reader: bool = False,
+        max_waiting: int,
+        answer: bytes = b"",
+        idempotency: Idempotency | None = None,
+    ) -> Submitted: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One checked request, ready for the queue."""
+
+    spec: AnswerSpec
+    """Without the fingerprint, which depends on who is at work."""
+    call: GenerationCall
+    prompts: Sequence[Sequence[int]]
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    """For a call without one."""
+    created_ms: int
+    grammar: str = ""
+    """What the output has to follow (`SamplingParams.grammar`)."""
+    is_read: bool = True
+    """Whether this process reads the answer from the start."""
+    outlives_reader: bool = False
+    idempotency: Idempotency | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    spec: AnswerSpec
+    is_joined: bool
+    """The same request was there already; `spec` is that of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,55 +114,49 @@ class Admission:
         self._clock = clock
         self._limits: dict[str, tuple[float, Limits]] = {}
 
-    def admit(
-        self,
-        request_id: str,
-        call: ChatCall,
-        prompt_token_ids: list[int],
-        eos_token_ids: tuple[int, ...],
-        seed: int,
-        created_ms: int,
-    ) -> Limits:
+    def admit(self, ask: Ask) -> Admitted:
         """Puts the request on offer. Raises ApiError, or RedisError if it is not known whether it is on offer."""
         try:
-            limits = self._limits_of(call.model)
+            limits = self._limits_of(ask.spec.model)
         except RedisError as error:
-            logger.warning("%s refused, Redis not reachable: %s", request_id, error)
+            logger.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
             raise queue_unreachable() from error
-        max_tokens = _fit(limits.max_tokens, len(prompt_token_ids), call.max_tokens)
-        job = GenerationJob(
-            request_id=request_id,
-            model=call.model,
-            prompt_token_ids=tuple(prompt_token_ids),
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=call.temperature,
-                top_p=call.top_p,
-                top_k=call.top_k,
-                min_p=call.min_p,
-                seed=seed if call.seed is None else call.seed,
-                stop_token_ids=eos_token_ids,
-                ignore_eos=call.ignore_eos,
-                min_tokens=call.min_tokens,
-                presence_penalty=call.presence_penalty,
-                frequency_penalty=call.frequency_penalty,
-                logit_bias=call.logit_bias,
-                num_logprobs=call.num_logprobs,
-            ),
-            created_ms=created_ms,
-        )
-        self._submit(job)
-        return limits
+        spec = replace(ask.spec, system_fingerprint=limits.fingerprint)
+        submitted = self._submit(ask, spec, jobs_of(ask, limits.max_tokens))
+        if submitted.created or submitted.request_id == spec.request_id:
+            return Admitted(spec, is_joined=False)
+        return Admitted(self._known_spec(submitted.request_id), is_joined=True)
 
-    def _submit(self, job: GenerationJob) -> None:
+    def _submit(self, ask: Ask, spec: AnswerSpec, jobs: Sequence[GenerationJob]) -> Submitted:
         try:
-            self._submitter.submit([job], reader=self._reader_id, max_waiting=self._max_waiting)
+            return self._submitter.submit(
+                jobs,
+                reader=self._reader_id if ask.is_read else None,
+                outlive_reader=ask.outlives_reader,
+                max_waiting=self._max_waiting,
+                answer=spec.encode(),
+                idempotency=ask.idempotency,
+            )
         except QueueFull as refusal:
-            logger.info("%s refused, queue full: %s", job.request_id, refusal)
-            raise queue_full(self._retry_after_s(job.model)) from refusal
+            logger.info("%s refused, queue full: %s", spec.request_id, refusal)
+            raise queue_full(self._retry_after_s(jobs[0])) from refusal
         except NoWorker as refusal:
-            self._limits.pop(job.model, None)
-            raise no_worker(job.model) from refusal
+            self._limits.pop(spec.model, None)
+            raise no_worker(spec.model) from refusal
+        except IdempotencyConflict as refusal:
+            raise idempotency_conflict() from refusal
+
+    def _known_spec(self, request_id: str) -> AnswerSpec:
+        data = self._records.answer(request_id)
+        if data is None:
+            raise unavailable("stream_lost", "The first answer to this request is not kept any more. Please retry.")
+        try:
+            return decode_spec(data)
+        except SpecError as error:
+            logger.error("%s cannot be joined: %s", request_id, error)
+            raise unavailable(
+                "stream_lost", "The first answer to this request cannot be read. Please retry."
+            ) from error
 
     def _limits_of(self, model: str) -> Limits:
         now_s = self._clock()
@@ -131,16 +174,67 @@ class Admission:
         self._limits[model] = (now_s + LIMITS_TTL_S, limits)
         return limits
 
-    def _retry_after_s(self, model: str) -> int:
+    def _retry_after_s(self, job: GenerationJob) -> int:
         """By the rate at which workers have been taking requests of late."""
         try:
-            return self._records.retry_after_s(model)
+            return self._records.retry_after_s(job.model, job.priority)
         except RedisError:
             return 1
 
 
-def _fit(limit: int, num_prompt_tokens: int, max_tokens: int | None) -> int:
+def jobs_of(ask: Ask, limit: int) -> list[GenerationJob]:
+    """One for each choice; `limit` is of prompt and output together. Raises ApiError."""
+    call, spec = ask.call, ask.spec
+    sampling = SamplingParams(
+        max_tokens=0,
+        temperature=call.temperature,
+        top_p=call.top_p,
+        top_k=call.top_k,
+        min_p=call.min_p,
+        stop_token_ids=ask.eos_token_ids,
+        ignore_eos=call.ignore_eos,
+        min_tokens=call.min_tokens,
+        presence_penalty=call.presence_penalty,
+        frequency_penalty=call.frequency_penalty,
+        logit_bias=call.logit_bias,
+        num_logprobs=call.num_logprobs,
+        grammar=ask.grammar,
+    )
+    seed = ask.seed if call.seed is None else call.seed
+    prompts = [tuple(prompt) for prompt in ask.prompts]
+    param = "messages" if spec.kind == "chat" else "prompt"
+    max_tokens = [_fit(limit, len(prompt), call.max_tokens, param) for prompt in prompts]
+    return [
+        GenerationJob(
+            request_id=choice_id,
+            model=spec.model,
+            prompt_token_ids=prompts[number // spec.n],
+            sampling=replace(sampling, max_tokens=max_tokens[number // spec.n], seed=choice_seed(seed, number)),
+            created_ms=ask.created_ms,
+            priority=PRIORITIES.get(call.service_tier, "default"),
+        )
+        for number, choice_id in enumerate(spec.choice_ids)
+    ]
+
+
+def choice_seed(seed: int, number: int) -> int:
+    """The first choice has the request's seed; the others have seeds that look unrelated, always the same ones.
+
+    The mixing function is SplitMix64's (see `decode.sampling.uniform`).
+    """
+    if number == 0:
+        return seed
+    z = (seed + number * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 1
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def _fit(limit: int, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:
     """How many output tokens the request may have. Raises ApiError."""
     if num_prompt_tokens >= limit or (max_tokens is not None and num_prompt_tokens + max_tokens > limit):
-        raise context_length_exceeded(limit, num_prompt_tokens, max_tokens or 0)
+        raise context_length_exceeded(limit, num_prompt_tokens, max_tokens or 0, param)
     return limit - num_prompt_tokens if max_tokens is None else max_tokens

@@ -63,6 +63,11 @@ class Detokenizer:
         """Whether a stop string was found; the answer ends before it."""
         return self._stop is not None and self._stop.matched
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back, because they may become a stop string."""
+        return 0 if self._stop is None else self._stop.num_held
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next output tokens; returns the text that can be sent now."""
         stop = self._stop

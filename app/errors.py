@@ -59,19 +59,21 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
-def context_length_exceeded(limit: int, num_prompt_tokens: int, num_requested: int) -> ApiError:
+def context_length_exceeded(
+    limit: int, num_prompt_tokens: int, num_requested: int, param: str = "messages"
+) -> ApiError:
     """`num_requested` output tokens were asked for explicitly; 0 if the client left that open."""
-    asked = f"your messages have {num_prompt_tokens} tokens"
+    asked = f"your {param} {'has' if param == 'prompt' else 'have'} {num_prompt_tokens} tokens"
     if num_requested:
         asked = (
             f"you asked for {num_prompt_tokens + num_requested} tokens "
-            f"({num_prompt_tokens} in the messages, {num_requested} in the completion)"
+            f"({num_prompt_tokens} in the {param}, {num_requested} in the completion)"
         )
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, {asked}. Please shorten them.",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )
 
 
@@ -97,6 +99,26 @@ def queue_unreachable() -> ApiError:
     return unavailable("queue_unreachable", "The queue cannot be reached at the moment. Please retry shortly.")
 
 
+def idempotency_conflict() -> ApiError:
+    # The openai client repeats a 409 by itself, which cannot help here.
+    return ApiError(
+        409,
+        "This Idempotency-Key was used for another request before. Use a new key for each request.",
+        code="idempotency_conflict",
+        param="Idempotency-Key",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def completion_not_found(request_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"There is no completion `{request_id[:100]}`: it never was, or the time for which answers are kept is over.",
+        code="completion_not_found",
+        param="completion_id",
+    )
+
+
 def shutting_down() -> ApiError:
     return unavailable("shutting_down", "This server is shutting down. Please retry.")
 
@@ -119,6 +141,7 @@ _ENDINGS: Mapping[str, tuple[int, str]] = {
     "engine_error": (500, "The worker had an error while generating."),
     "shutdown": (503, "The server shut down before the answer was complete. Please retry."),
     "disconnect": (499, "The request was cancelled because its client disconnected."),
+    "stopped": (499, "The request was stopped."),
     "no_reader": (499, "The request was cancelled because nobody was reading it."),
 }
 

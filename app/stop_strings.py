@@ -30,6 +30,11 @@ class StopStrings:
         self._may_start = re.compile(f"[{re.escape(first_characters)}]")
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """Characters of the held-back text."""
+        return len(self._held)
+
     def push(self, text: str) -> str:
         """Takes more text; returns what can be sent. After a match nothing is ever returned again."""
         if self.matched:

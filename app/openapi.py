@@ -1,0 +1,162 @@
+"""`GET /openapi.json`: the whole contract as an OpenAPI 3.1 document.
+
+Owns the list of operations. What a request may hold comes from the tables that check it, and what a response holds
+from `app.response_schemas`, so the document cannot say anything else than the server does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from falcon import MEDIA_JSON
+from falcon.asgi import Request, Response
+
+from app.completions_in import COMPLETION_FIELDS
+from app.fields import Field
+from app.openai_in import CHAT_FIELDS
+from app.response_schemas import SCHEMAS, Schema, ref
+from app.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+
+ERRORS: Mapping[int, str] = {
+    400: "The request is wrong: `param` names the field, and the message says what to do.",
+    401: "The server has API keys, and the request has none of them.",
+    404: "There is no such model.",
+    405: "The path does not take this method; `Allow` has those that it takes.",
+    409: "The idempotency key was used for another request.",
+    413: "The body is too large.",
+    429: "Too many requests are waiting; `Retry-After` says when to come back.",
+    500: "The server had an error.",
+    503: "No worker serves the model, or the queue cannot be reached; `Retry-After` says when to come back.",
+}
+ALWAYS = (401, 405)
+BODY = (400, 404, 413)
+GENERATING = (409, 429, 500, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    method: str
+    path: str
+    summary: str
+    answer: str
+    """The schema of a good response."""
+    fields: Mapping[str, Field] | None = None
+    chunk: str | None = None
+    """The schema of the events of a streamed response."""
+    errors: tuple[int, ...] = ()
+
+
+def _everywhere(path: str, summary: str, answer: str, fields: Mapping[str, Field]) -> tuple[Operation, ...]:
+    return tuple(Operation("post", f"{prefix}{path}", summary, answer, fields, None, BODY) for prefix in ("", "/v1"))
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        "ChatCompletion",
+        CHAT_FIELDS,
+        "ChatCompletionChunk",
+        BODY + GENERATING,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue texts.",
+        "Completion",
+        COMPLETION_FIELDS,
+        "Completion",
+        BODY + GENERATING,
+    ),
+    Operation("get", "/v1/models", "The models that are served.", "ModelList"),
+    Operation("get", "/v1/models/{model}", "One of the models.", "Model", errors=(404,)),
+    *_everywhere("/tokenize", "A text or a conversation to tokens.", "Tokens", TOKENIZE_FIELDS),
+    *_everywhere("/detokenize", "Tokens to text.", "Text", DETOKENIZE_FIELDS),
+    Operation("get", "/livez", "The process runs.", "Health"),
+    Operation("get", "/readyz", "A request would be answered.", "Health"),
+)
+
+
+def document(models: Sequence[str]) -> dict[str, Any]:
+    """For a server that serves these models."""
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, models)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "tokenferry",
+            "version": version("tokenferry"),
+            "description": "Language models behind the OpenAI API. Fields that are not listed are ignored, and null"
+            " is the same as an absent field.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": SCHEMAS,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def body_schema(fields: Mapping[str, Field], models: Sequence[str]) -> Schema:
+    """What the table of fields takes."""
+    properties = {name: _property(field) for name, field in fields.items()}
+    properties["model"]["enum"] = list(models)
+    return {
+        "type": "object",
+        "required": [name for name, field in fields.items() if field.is_required],
+        "properties": properties,
+    }
+
+
+def _property(field: Field) -> Schema:
+    schema = field.kind.schema()
+    if not field.is_required:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    note = field.note if field.policy == "applied" else f"{field.policy.capitalize()}. {field.note}"
+    return {**schema, "description": note} if note else schema
+
+
+def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
+    content: dict[str, Any] = {MEDIA_JSON: {"schema": ref(operation.answer)}}
+    if operation.chunk is not None:
+        # Each event's data is one chunk; the last one is `[DONE]`.
+        content["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": ref(operation.chunk)}
+    responses = {"200": {"description": operation.summary, "content": content}}
+    for status in sorted({*ALWAYS, *operation.errors}):
+        responses[str(status)] = {
+            "description": ERRORS[status],
+            "content": {MEDIA_JSON: {"schema": ref("Error")}},
+        }
+    if operation.path == "/readyz":
+        responses["503"] = {"description": "It would not.", "content": {MEDIA_JSON: {"schema": ref("Health")}}}
+    found: dict[str, Any] = {
+        "operationId": f"{operation.method}{operation.path.replace('/', '_').strip('{}')}",
+        "summary": operation.summary,
+        "responses": responses,
+    }
+    if operation.fields is not None:
+        schema = body_schema(operation.fields, models)
+        found["requestBody"] = {"required": True, "content": {MEDIA_JSON: {"schema": schema}}}
+    if "{model}" in operation.path:
+        found["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    return found
+
+
+class OpenApi:
+    def __init__(self, models: Sequence[str]) -> None:
+        self._document = orjson.dumps(document(models))
+
+    async def on_get(self, req: Request, resp: Response) -> None:
+        resp.content_type = MEDIA_JSON
+        resp.data = self._document
+
+    on_head = on_get

@@ -1,0 +1,108 @@
+"""The shapes of what this server answers, as JSON Schema.
+
+Owns the schemas that `/openapi.json` shows and that the tests hold real responses against. Refuses to know how a
+response is made. Shapes are open: a client must bear more members than are listed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+STRING: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+NULL: Schema = {"type": "null"}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def record(**members: Schema) -> Schema:
+    """An object that has all of these."""
+    return {"type": "object", "required": list(members), "properties": members}
+
+
+def listing(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def either(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def constant(value: str) -> Schema:
+    return {"type": "string", "const": value}
+
+
+FINISH_REASON = either({"type": "string", "enum": ["stop", "length", "tool_calls", "content_filter"]}, NULL)
+
+_TOKEN = record(token=STRING, logprob=NUMBER, bytes=either(listing({**INTEGER, "maximum": 255}), NULL))
+_TOOL_CALL = record(id=STRING, type=constant("function"), function=record(name=STRING, arguments=STRING))
+_MESSAGE = record(role=constant("assistant"), content=either(STRING, NULL), refusal=either(STRING, NULL))
+_MESSAGE["properties"] |= {"reasoning_content": STRING, "tool_calls": listing(_TOOL_CALL)}
+_CHAT_LOGPROBS = either(record(content=listing(ref("TokenLogprob"))), NULL)
+_HEAD = {"id": STRING, "created": INTEGER, "model": STRING}
+_DELTA: Schema = {
+    "type": "object",
+    "properties": {
+        "role": constant("assistant"),
+        "content": either(STRING, NULL),
+        "refusal": either(STRING, NULL),
+        "reasoning_content": STRING,
+        "tool_calls": listing(record(index=INTEGER)),
+    },
+}
+_COMPLETION_LOGPROBS = either(
+    record(
+        tokens=listing(STRING),
+        token_logprobs=listing(either(NUMBER, NULL)),
+        top_logprobs=either(listing(either({"type": "object", "additionalProperties": NUMBER}, NULL)), NULL),
+        text_offset=listing(INTEGER),
+    ),
+    NULL,
+)
+_USAGE_DETAILS = {
+    "prompt_tokens_details": record(cached_tokens=INTEGER),
+    "completion_tokens_details": record(reasoning_tokens=INTEGER),
+}
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": record(error=record(message=STRING, type=STRING, param=either(STRING, NULL), code=either(STRING, NULL))),
+    "Usage": record(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER, **_USAGE_DETAILS),
+    "TokenLogprob": {
+        **_TOKEN,
+        "required": [*_TOKEN["required"], "top_logprobs"],
+        "properties": {**_TOKEN["properties"], "top_logprobs": listing(_TOKEN)},
+    },
+    "ChatCompletion": record(
+        **_HEAD,
+        object=constant("chat.completion"),
+        system_fingerprint=either(STRING, NULL),
+        choices=listing(
+            record(index=INTEGER, message=_MESSAGE, logprobs=_CHAT_LOGPROBS, finish_reason=FINISH_REASON)
+        ),
+        usage=ref("Usage"),
+    ),
+    "ChatCompletionChunk": record(
+        **_HEAD,
+        object=constant("chat.completion.chunk"),
+        system_fingerprint=either(STRING, NULL),
+        choices=listing(record(index=INTEGER, delta=_DELTA, finish_reason=FINISH_REASON)),
+    ),
+    "Completion": record(
+        **_HEAD,
+        object=constant("text_completion"),
+        system_fingerprint=either(STRING, NULL),
+        choices=listing(
+            record(index=INTEGER, text=STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=FINISH_REASON)
+        ),
+    ),
+    "Model": record(id=STRING, object=constant("model"), created=INTEGER, owned_by=STRING),
+    "ModelList": record(object=constant("list"), data=listing(ref("Model"))),
+    "Tokens": record(tokens=listing(INTEGER), count=INTEGER, max_model_len=either(INTEGER, NULL)),
+    "Text": record(prompt=STRING),
+    "Health": record(status=STRING),
+}
