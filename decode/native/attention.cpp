@@ -7,7 +7,7 @@ namespace {
 constexpr int kRun = 8;  // calls of ByteSum::add
 
 template <int R>
-TF_INLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const float* scales, int dim, int row, int column) {
+TF_NOINLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const float* scales, int dim, int row, int column) {
   vi acc[R];
   for (int r = 0; r < R; r++) acc[r] = splat_i(s.query_offset[row + r]);
   const int32_t* q = s.query + row / kGroup * (dim / 4 * kParts * kGroup);
@@ -16,7 +16,10 @@ TF_INLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const float*
     for (int j = first; j < first + kRun; j++) {
       const vi k = load_i(keys + 64 * j);
       for (int part = 0; part < kParts; part++)
-        for (int r = 0; r < R; r++) sums[r][part].add(k, splat_i(q[(j * kParts + part) * kGroup + r]));
+        for (int r = 0; r < R; r++) {
+          sums[r][part].add(k, splat_i(q[(j * kParts + part) * kGroup + r]));
+          sums[r][part].settle();
+        }
     }
     for (int r = 0; r < R; r++) acc[r] = acc[r] + total(sums[r]);
   }
@@ -26,7 +29,7 @@ TF_INLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const float*
 }
 
 // One softmax update of `row` with the scores of the span that begins at token `start`.
-TF_INLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, int position, const vf (&value_scale)[4]) {
+TF_NOINLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, int position, const vf (&value_scale)[4]) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const bool whole = oldest <= start && position >= start + kSpan - 1;
   vf score[4], weight[4];
@@ -61,22 +64,33 @@ TF_INLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, in
   }
 }
 
+// acc[r] += the weights of row r, from `weight` on, times 16 dimensions of the values of 16 tokens in each block.
+template <int R, int Blocks>
+TF_INLINE void sum_blocks(const uint8_t (*weight)[kParts][kSpan], const uint8_t* const* values, int first, int d,
+                          vi (&acc)[R]) {
+  ByteSum sums[R][kParts];
+  for (int b = 0; b < Blocks; b++) {
+    const uint8_t *value = values[first + b] + 256 * d, *w = weight[0][0] + 16 * (first + b);
+    for (int j = 0; j < 4; j++) {
+      const vi v = load_i(value + 64 * j);
+      for (int part = 0; part < kParts; part++)
+        for (int r = 0; r < R; r++) {
+          sums[r][part].add(splat_i(load_word(w + (r * kParts + part) * kSpan + 4 * j)), v);
+          sums[r][part].settle();
+        }
+    }
+  }
+  for (int r = 0; r < R; r++) acc[r] = acc[r] + total(sums[r]);
+}
+
 template <int R>
-TF_INLINE void sum_rows(AttentionScratch& s, const uint8_t* const (&values)[4], int blocks, int dim, int rows, int row) {
+TF_NOINLINE void sum_rows(AttentionScratch& s, const uint8_t* const (&values)[4], int blocks, int dim, int rows, int row) {
   for (int d = 0; d < dim / 16; d++) {
     vi acc[R];
     for (int r = 0; r < R; r++) acc[r] = vi{};
-    for (int first = 0; first < blocks; first += 2) {
-      ByteSum sums[R][kParts];
-      for (int b = first; b < std::min(blocks, first + 2); b++)
-        for (int j = 0; j < 4; j++) {
-          const vi v = load_i(values[b] + 256 * d + 64 * j);
-          for (int part = 0; part < kParts; part++)
-            for (int r = 0; r < R; r++)
-              sums[r][part].add(splat_i(load_word(&s.weight[row + r][part][16 * b + 4 * j])), v);
-        }
-      for (int r = 0; r < R; r++) acc[r] = acc[r] + total(sums[r]);
-    }
+    int b = 0;
+    for (; b + 2 <= blocks; b += 2) sum_blocks<R, 2>(s.weight + row, values, b, d, acc);
+    if (b < blocks) sum_blocks<R, 1>(s.weight + row, values, b, d, acc);
     float* sum = s.sum + (size_t(d) * rows + row) * 16;
     for (int r = 0; r < R; r++) {
       vf kept = load(sum + 16 * r) * s.decay[row + r];

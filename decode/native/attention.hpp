@@ -19,7 +19,7 @@ constexpr int kSpan = 64;        // tokens of one softmax update
 constexpr int kTileRows = 48;    // query rows (tokens x heads of the group) that share one pass over the cache
 constexpr int kMaxHeadDim = 256;
 constexpr float kMasked = -1e30f;
-constexpr int kGroup = TOKENFERRY_AVX2 ? 2 : 12;  // rows that share one load of keys and values
+constexpr int kGroup = TOKENFERRY_AVX2 ? 3 : 12;  // rows that share one load of keys and values
 static_assert(kTileRows % kGroup == 0);
 
 struct Cache {

@@ -28,6 +28,7 @@ TF_INLINE void panel_q4(const uint8_t* tile, const float* bias, const Rows& x, v
       const int8_t* q = x.q + b * kBlock + 4 * j;
       for (int r = 0; r < R; r++) sums[r].add(lo, splat_i(load_word(q + r * x.k)));
       for (int r = 0; r < R; r++) (two_sums ? more : sums)[r].add(hi, splat_i(load_word(q + r * x.k + 16)));
+      for (int r = 0; r < R; r++) sums[r].settle();
     }
     const vf d = load_half((const uint16_t*)(tile + 256)), m = load_half((const uint16_t*)(tile + 288));
     for (int r = 0; r < R; r++) {
@@ -48,8 +49,10 @@ TF_INLINE void panel_q8(const uint8_t* tile, const float* bias, const Rows& x, v
     for (int j = 0; j < 8; j++) {
       const vi w = load_i(tile + 64 * j);
       for (int part = 0; part < kParts; part++)
-        for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++) {
           sums[r][part].add(unsigned_part(w, part), splat_i(load_word(x.q + r * x.k + b * kBlock + 4 * j)));
+          sums[r][part].settle();
+        }
     }
     const vf d = load_half((const uint16_t*)(tile + 512));
     for (int r = 0; r < R; r++)

@@ -25,6 +25,7 @@
 #endif
 
 #define TF_INLINE inline __attribute__((always_inline))
+#define TF_NOINLINE __attribute__((noinline))  // PERF: a loop nest of its own gets all registers
 
 namespace tf {
 
@@ -202,6 +203,8 @@ struct ByteSum {
     sum.a += (half_s)_mm256_maddubs_epi16((__m256i)u.a, (__m256i)s.a);
     sum.b += (half_s)_mm256_maddubs_epi16((__m256i)u.b, (__m256i)s.b);
   }
+  // PERF: to be called now and then. GCC would make all products first, put them in memory and add them later.
+  TF_INLINE void settle() { asm("" : "+x"(sum.a), "+x"(sum.b)); }
   TF_INLINE vi total(int factor = 1) const {
     const __m256i f = _mm256_set1_epi16(short(factor));
     return {(half_i)_mm256_madd_epi16((__m256i)sum.a, f), (half_i)_mm256_madd_epi16((__m256i)sum.b, f)};
@@ -223,6 +226,7 @@ constexpr int kParts = 1;
 struct ByteSum {
   vi sum = {};
   TF_INLINE void add(vi u, vi s) { sum = dot4(sum, u, s); }
+  TF_INLINE void settle() {}
   TF_INLINE vi total() const { return sum; }
 };
 template <typename T>
