@@ -6,8 +6,9 @@ Owns the types that the text edge passes around. Refuses to know how they are ma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class PromptError(ValueError):
@@ -20,11 +21,35 @@ class PromptError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant has made. `arguments` are as the model wrote them, so JSON as a rule."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn. `content` is text only; list content was flattened and null made empty by `app.openai_in`."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant's turn."""
+    tool_call_id: str = ""
+    """Of a tool's turn: which call this is the result of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    definition: Mapping[str, Any]
+    """As the client gave it, in OpenAI's shape: what templates are used to."""
+    arguments_schema: Mapping[str, Any]
+    """What arguments have to follow (`app.json_schema`)."""
 
 
 class Piece(NamedTuple):

@@ -1,8 +1,9 @@
 """Chat formats: from messages to the pieces of a prompt.
 
 Owns the choice of format for a checkpoint. ChatML and Gemma are rendered directly, everything else by the
-checkpoint's own template (`app.jinja_template`). Refuses to know about token ids (`app.tokenizer` turns pieces into
-ids) and about OpenAI's JSON.
+checkpoint's own template (`app.jinja_template`). Tools, calls and their results are rendered by a template that knows
+them, and put into words for one that does not (`app.tool_prompt`). Refuses to know about token ids (`app.tokenizer`
+turns pieces into ids) and about OpenAI's JSON.
 
 A direct format is used only where it gives what the checkpoint's template gives for a set of probe conversations, so
 a checkpoint that bends ChatML a little is rendered by its own template.
@@ -15,8 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.jinja_template import JinjaTemplate, TemplateRefusal
-from app.prompt import ChatMessage, Piece, PromptError
+from app.prompt import ChatMessage, Piece, PromptError, Tool, ToolCall
+from app.reasoning import ReasoningFormat, reasoning_format_of
 from app.tokenizer import TokenizerError
+from app.tool_formats import HERMES, ToolFormat, format_of_turns, format_written_as
+from app.tool_prompt import has_tool_turns, spelled
 
 ChatTemplate = Callable[[Sequence[ChatMessage]], list[Piece]]
 """Takes at least one message with roles system, user, assistant, tool. Raises `PromptError`."""
@@ -95,6 +99,59 @@ def folded(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         else:
             turns.append(ChatMessage(role, message.content))
     return turns
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """All that is particular to how a checkpoint talks."""
+
+    template: ChatTemplate
+    """For conversations without tools."""
+    tool_format: ToolFormat = HERMES
+    tool_template: JinjaTemplate | None = None
+    """The checkpoint's own, if it knows tools."""
+    default_system: str | None = None
+    """What the template says where there is no system text."""
+    reasoning: ReasoningFormat = ""
+
+    def __call__(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[Piece]:
+        """Raises `PromptError`."""
+        if not tools and not has_tool_turns(messages):
+            return self.template(messages)
+        if self.tool_template is not None:
+            try:
+                return self.tool_template(messages, tools)
+            except TemplateRefusal:
+                pass
+        return self.template(spelled(messages, tools, self.tool_format, self.default_system))
+
+
+def choose_format(source: str, template_tokens: Mapping[str, str]) -> ChatFormat:
+    """Of a checkpoint with this Jinja template. Raises `TokenizerError` if the template is not usable."""
+    template = choose_template(source, template_tokens)
+    own = JinjaTemplate(source, template_tokens)
+    greeting = _text(own([ChatMessage("user", "A")]))
+    native = _native_tool_format(own)
+    return ChatFormat(
+        template=template,
+        tool_format=native or format_of_turns(greeting),
+        tool_template=own if native else None,
+        default_system=template.default_system if isinstance(template, ChatMl) else None,
+        reasoning=reasoning_format_of(source, greeting),
+    )
+
+
+def _native_tool_format(own: JinjaTemplate) -> ToolFormat | None:
+    """The format in which the template itself writes calls; None if it knows no tools, or writes them otherwise."""
+    definition = {"type": "function", "function": {"name": "offer", "description": "A", "parameters": {}}}
+    tools = [Tool("offer", definition, {})]
+    question, call = ChatMessage("user", "A"), ChatMessage("assistant", "", (ToolCall("1", "NAME", '{"a":1}'),))
+    try:
+        own([question], tools)
+        pieces = own([question, call, ChatMessage("tool", "B", (), "1"), question], tools)
+    except TemplateRefusal:
+        return None
+    return format_written_as(_text(pieces).replace('{"a":1}', "ARGUMENTS"))
 
 
 def choose_template(source: str, template_tokens: Mapping[str, str]) -> ChatTemplate:

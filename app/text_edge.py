@@ -8,12 +8,13 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from app.detokenizer import Detokenizer, TokenTexts
 from app.gguf_tokenizer import load_gguf_tokenizer
 from app.hf_tokenizer import load_hf_tokenizer
-from app.prompt import ChatMessage, PromptError
-from app.templates import choose_template
+from app.prompt import ChatMessage, Piece, PromptError, Tool, ToolCall
+from app.templates import ChatFormat, choose_format
 from app.tokenizer import TokenizerError
 from decode.checkpoint import Checkpoint, GgufTokenizer
 
@@ -23,6 +24,8 @@ __all__ = [
     "PromptError",
     "TextEdge",
     "TokenizerError",
+    "Tool",
+    "ToolCall",
     "open_text_edge",
     "scripted_text_edge",
 ]
@@ -40,7 +43,8 @@ class TextEdge:
     def __init__(
         self,
         *,
-        render: Callable[[Sequence[ChatMessage]], list[int]],
+        format: ChatFormat,
+        encode_pieces: Callable[[Sequence[Piece]], list[int]],
         encode: Callable[[str], list[int]],
         token_bytes: Callable[[int], bytes],
         eos_token_ids: Sequence[int],
@@ -54,20 +58,24 @@ class TextEdge:
         self._prompt_prefix = list(prompt_prefix)
         self._control_texts = control_texts or {}
         self._token_bytes = token_bytes
-        self._render = render
+        self.format = format
+        """How the model's conversations, tool calls and thoughts are written."""
+        self._encode_pieces = encode_pieces
         self._encode = encode
         self._texts = TokenTexts(token_bytes)
         self._texts.update(dict.fromkeys(self.eos_token_ids, ""))
         self._strip_leading_space = strip_leading_space
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """The prompt for these messages, up to and including the opening of the assistant's turn.
+    def render_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
+        """The prompt for these messages and tools, up to and including the opening of the assistant's turn.
 
-        Text from a message never becomes a control token. `developer` acts as `system`. Raises `PromptError`.
+        Text from a message, a call or a tool never becomes a control token. `developer` acts as `system`. Raises
+        `PromptError`.
         """
         if not messages:
             raise PromptError("messages", "messages must contain at least one message")
-        return self._render([_checked(index, message) for index, message in enumerate(messages)])
+        checked = [_checked(index, message) for index, message in enumerate(messages)]
+        return self._encode_pieces(self.format(checked, tools))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt for plain text, with a leading BOS where the checkpoint wants one. Raises `PromptError`."""
@@ -82,6 +90,11 @@ class TextEdge:
         text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strip_leading_space else text
 
+    def token_name(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be a part of a character; of a control token its name."""
+        text = self._control_texts.get(token_id)
+        return self._token_bytes(token_id) if text is None else text.encode()
+
     def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
         """A detokenizer for one answer that ends before any of the `stop` strings (each must be non-empty)."""
         return Detokenizer(self._texts, stop, strip_leading_space=self._strip_leading_space)
@@ -94,20 +107,14 @@ def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
     """
     source = checkpoint.tokenizer
     tokenizer = load_gguf_tokenizer(source) if isinstance(source, GgufTokenizer) else load_hf_tokenizer(source)
-    render: Callable[[Sequence[ChatMessage]], list[int]]
-    if checkpoint.chat_template is None:
-
-        def render(messages: Sequence[ChatMessage]) -> list[int]:
-            return tokenizer.encode("\n".join(message.content for message in messages))
-
+    template = checkpoint.chat_template
+    if template is None:
+        format, encode_pieces = ChatFormat(_joined_texts), lambda pieces: tokenizer.encode(_text(pieces))
     else:
-        template = choose_template(checkpoint.chat_template, tokenizer.template_tokens)
-
-        def render(messages: Sequence[ChatMessage]) -> list[int]:
-            return tokenizer.encode_pieces(template(messages))
-
+        format, encode_pieces = choose_format(template, tokenizer.template_tokens), tokenizer.encode_pieces
     return TextEdge(
-        render=render,
+        format=format,
+        encode_pieces=encode_pieces,
         encode=tokenizer.encode,
         token_bytes=tokenizer.token_bytes,
         eos_token_ids=checkpoint.eos_token_ids,
@@ -131,8 +138,8 @@ def scripted_text_edge() -> TextEdge:
     The rendering is one line per message, `role: content`, and an opening `assistant:`.
     """
 
-    def render(messages: Sequence[ChatMessage]) -> list[int]:
-        return encode("".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:")
+    def render(messages: Sequence[ChatMessage]) -> list[Piece]:
+        return [*(Piece(f"{m.role}: {m.content}\n", False) for m in messages), Piece("assistant:", True)]
 
     def encode(text: str) -> list[int]:
         return list(text.encode())
@@ -142,7 +149,8 @@ def scripted_text_edge() -> TextEdge:
         return bytes([byte]) if 0 <= byte < 256 else b"<%d>" % token_id
 
     return TextEdge(
-        render=render,
+        format=ChatFormat(render),
+        encode_pieces=lambda pieces: encode(_text(pieces)),
         encode=encode,
         token_bytes=token_bytes,
         eos_token_ids=[SCRIPTED_EOS_TOKEN_ID],
@@ -150,12 +158,20 @@ def scripted_text_edge() -> TextEdge:
     )
 
 
+def _joined_texts(messages: Sequence[ChatMessage]) -> list[Piece]:
+    return [Piece("\n".join(message.content for message in messages), False)]
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
 def _checked(index: int, message: ChatMessage) -> ChatMessage:
     if message.role not in _ROLES:
         roles = ", ".join(_ROLES)
         raise PromptError(f"messages[{index}].role", f"role must be one of {roles}; got {message.role!r}")
     _refuse_lone_surrogates(f"messages[{index}].content", message.content)
-    return ChatMessage("system", message.content) if message.role == "developer" else message
+    return replace(message, role="system") if message.role == "developer" else message
 
 
 def _refuse_lone_surrogates(param: str, text: str) -> None:

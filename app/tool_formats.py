@@ -32,6 +32,10 @@ class ToolFormat:
     before_tools: str = ""
     after_tools: str = ""
     """What a model is told around the list of tools, where a template has no words of its own."""
+    written: str = ""
+    """What templates that know this format write for a call: a pattern with `NAME` and `ARGUMENTS` in it."""
+    turns: str = ""
+    """A mark of the templates whose models know this format, though their template does not."""
 
 
 HERMES = ToolFormat(
@@ -50,6 +54,7 @@ HERMES = ToolFormat(
         "<tool_call></tool_call> XML tags:\n<tool_call>\n"
         '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     ),
+    written=r'<tool_call>\s*\{"name":\s*"NAME",\s*"arguments":\s*ARGUMENTS\}\s*</tool_call>',
 )
 """Nous Hermes' and Qwen's; the words are those that Qwen's template has for it."""
 
@@ -62,6 +67,8 @@ LLAMA3 = ToolFormat(
         'that best answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": '
         "dictionary of argument name and its value}. Do not use variables.\n\n"
     ),
+    written=r'\{("type":\s*"function",\s*)?"name":\s*"NAME",\s*"parameters":\s*ARGUMENTS\}',
+    turns="<|start_header_id|>",
 )
 """Llama 3.1's and later ones' JSON calls."""
 
@@ -77,19 +84,18 @@ GEMMA = ToolFormat(
         'of {"name": function name, "parameters": dictionary of argument name and its value}\n\n'
         "You SHOULD NOT include any other text in the response if you call a function\n"
     ),
+    turns="<start_of_turn>",
 )
 """Gemma 3's, as Google's guide to its function calling words it."""
 
 FORMATS: Mapping[str, ToolFormat] = {known.name: known for known in (HERMES, LLAMA3, GEMMA)}
 
-_BARE_CALL = re.compile(r"""\s*\{\s*("type":\s*"function",\s*)?"name":\s*$""")
+
+def format_written_as(call: str) -> ToolFormat | None:
+    """The format of a template that writes a call so, where `NAME` and `ARGUMENTS` stand for the call's."""
+    return next((known for known in FORMATS.values() if known.written and re.search(known.written, call)), None)
 
 
-def format_written_around(before_name: str, after_name: str) -> ToolFormat | None:
-    """The format in which a template wrote a call, from the text before the call's name and the text after it."""
-    before_name = before_name.removesuffix('"')
-    if HERMES.opening in before_name and '"arguments"' in after_name and HERMES.closing in after_name:
-        return HERMES
-    if _BARE_CALL.search(before_name) and '"parameters"' in after_name:
-        return LLAMA3
-    return None
+def format_of_turns(prompt: str) -> ToolFormat:
+    """The format for a model whose template knows no tools and writes prompts like this one."""
+    return next((known for known in FORMATS.values() if known.turns and known.turns in prompt), HERMES)

@@ -264,7 +264,7 @@ FRAGMENTS = st.sampled_from(
     [
         f"<tool_call>\n{WEATHER}\n</tool_call>",
         f"<tool_call>[{WEATHER}, {TIME}]</tool_call>",
-        '<tool_call>{"name": "add", "arguments": {"a": [1, {"b": "\\u00e9 \\"x\\" <tool_call>"}], "c": -1}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": [1, {"b": "\\u00e9 \\"x <tool_call>"}], "c": 1}}</tool_call>',
         '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"a": 1, }}</tool_call>',
         BARE,

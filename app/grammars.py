@@ -1,0 +1,161 @@
+"""Grammars for what an answer has to follow: JSON of a schema, tool calls, and both behind what a model thinks.
+
+Owns how they are written for `llguidance`, their limits, and what a client is told about a schema that cannot be
+enforced. The worker compiles the same text again (`decode.grammar`). Refuses to know requests (`app.tools_in`).
+
+JSON is compact, but for one space that may follow a colon or a comma: models write it so, and unbounded white space
+lets a small model go on for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits
+
+from app.errors import invalid
+from app.json_schema import Schema
+from app.reasoning import CLOSE, OPEN, ReasoningFormat
+from app.tool_formats import ToolFormat
+
+MAX_GRAMMAR_BYTES: Final = 262_144
+Tools = Sequence[tuple[str, Schema]]
+"""The names of functions, and what their arguments have to be."""
+
+_LIMITS: Final = LLParserLimits(initial_lexer_fuel=200_000, max_grammar_size=10_000, verbose_errors=False)
+_JSON_OPTIONS: Final = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
+
+_ANYTHING: Final = r"/(.|\n)*/"
+_GAP: Final = r"/\n{0,2}/"
+
+
+def check_schema(schema: Schema, param: str, *, drops_unsupported: bool = False) -> None:
+    """Raises ApiError if no grammar can be made of it, naming the keyword where one is to blame."""
+    if problem := _problem_of(_grammar([f"answer: {_json(schema, drops_unsupported)}"], "")):
+        raise invalid(param, f"{param} cannot be enforced: {_told(problem)}", "unsupported_schema")
+
+
+def check_grammar(grammar: str) -> str:
+    """Why a grammar cannot be used; empty: it can."""
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        return f"it makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes"
+    return _problem_of(grammar)
+
+
+@lru_cache(maxsize=256)
+def _problem_of(grammar: str) -> str:
+    # PERF: agents send the same tools with every request.
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    return messages[0] if is_error else ""
+
+
+def _told(problem: str) -> str:
+    """The library's message, for a client."""
+    for pattern, text in _WORDINGS:
+        if found := re.search(pattern, problem, re.DOTALL):
+            return found.expand(text)
+    return problem.strip().splitlines()[0][:200].rstrip(".") + "."
+
+
+_WORDINGS: Final = (
+    (r'Unimplemented keys: \["(.*?)"', r"the keyword \1 is not supported."),
+    (
+        r"^oneOf constraints",
+        "the keyword oneOf is only supported where no two of its schemas can both match; use anyOf.",
+    ),
+    (r"^regex parse error.*error: (.*)", r"pattern: \1."),
+    (r"^Invalid type: (.*)", r"type: there is no type \1."),
+    (r"^Unknown format: (.*)", r"format: \1 is not supported."),
+    (r"^Pointer '(.*)' does not exist", r"$ref: there is no #\1 in the schema."),
+    (r"^Resource '", "$ref: only references into the schema itself are supported."),
+    (r"^(patternProperty .*)", r"patternProperties: \1."),
+    (r"(too large|too big|fuel|too many|limit)", "the schema is too large or too deeply combined."),
+)
+"""What the library says, and what a client is told."""
+
+
+def json_grammar(schema: Schema, reasoning: ReasoningFormat) -> str:
+    """All of the answer is JSON that follows the schema; a block of thoughts may come before."""
+    return _grammar([f"answer: {_json(schema)}"], reasoning)
+
+
+def calls_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
+    """All of the answer is calls of these tools: one, or with `is_parallel` one or more."""
+    answer = f"answer: call{_further(format, is_parallel)}"
+    return _grammar([answer, *_call(format, tools, _text(format.opening))], reasoning)
+
+
+def free_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
+    """The answer is text, or calls, or both where calls are marked; what begins as a call goes on as one."""
+    rules = _free_marked if format.opening else _free_bare
+    return _grammar(rules(format, tools, reasoning, is_parallel), reasoning)
+
+
+def _free_marked(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_parallel: bool) -> list[str]:
+    mark = f"/(.|\\n)*{_regex(format.opening)}(.|\\n)*/"
+    return [
+        "answer: call* rest" if is_parallel else f"answer: rest | call {_GAP}",
+        f"rest: {'TEXT' if is_parallel else 'WITHOUT_CALL'}",
+        f"TEXT: {_ANYTHING}" + (f" & ~/{_regex(OPEN)}(.|\\n)*/" if reasoning == "think" else ""),
+        f"WITHOUT_CALL: TEXT & ~{mark}",
+        f"head[lazy]: TEXT {_text(format.opening)}",
+        *_call(format, tools, "head"),
+    ]
+
+
+def _free_bare(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_parallel: bool) -> list[str]:
+    """Text that does not begin like a call, or calls, in a fence where the format has them."""
+    fence = f"({'|'.join(map(_regex, format.fences))})?" if format.fences else ""
+    end = "/(\\n```)?/" if fence else ""
+    no_gap = " & ~/\\n(.|\\n)*/" if reasoning else ""
+    return [
+        f"answer: OTHER | call{_further(format, is_parallel)} {end}",
+        rf'OTHER: {_ANYTHING} & ~/\s*{fence}\s*\[?\s*\{{\s*"name"(.|\n)*/{no_gap}',
+        *_call(format, tools, "", fence),
+    ]
+
+
+def _further(format: ToolFormat, is_parallel: bool) -> str:
+    return f" ({_text(format.separator)} call)*" if is_parallel else ""
+
+
+def _call(format: ToolFormat, tools: Tools, opening: str, fence: str = "") -> list[str]:
+    """The rule `call`, and one for each tool."""
+    functions = " | ".join(f"f{number}" for number in range(len(tools)))
+    if format.opening:
+        rules = [f"call: {opening} /\\n?/ ({functions}) /\\n?/ {_text(format.closing)}"]
+    else:
+        rules = [f"call: {functions}"]
+    for number, (name, schema) in enumerate(tools):
+        head = f'{{"name": "{name}", "{format.arguments_key}": '
+        rules.append(f"f{number}: /{fence}{_regex(head)}/ {_json(schema)} {_text('}')}")
+    return rules
+
+
+def _grammar(rules: Sequence[str], reasoning: ReasoningFormat) -> str:
+    match reasoning:
+        case "think":
+            start = [f"start: (thought {_GAP})? answer", f"thought[lazy]: /{_regex(OPEN)}(.|\\n)*{_regex(CLOSE)}/"]
+        case "think-open":
+            start = [f"start: thought {_GAP} answer", f"thought[lazy]: /(.|\\n)*{_regex(CLOSE)}/"]
+        case "":
+            start = ["start: answer"]
+    grammar: str = LLMatcher.grammar_from_lark("\n".join([*start, *rules]))
+    return grammar
+
+
+def _json(schema: Schema, drops_unsupported: bool = False) -> str:
+    options = {**_JSON_OPTIONS, "lenient": True} if drops_unsupported else _JSON_OPTIONS
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
