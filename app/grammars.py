@@ -23,6 +23,8 @@ from app.reasoning import CLOSE, OPEN, ReasoningFormat
 from app.tool_formats import ToolFormat
 
 MAX_GRAMMAR_BYTES: Final = 262_144
+MAX_CALLS: Final = 16
+"""In one answer: a small model may well repeat a call for ever."""
 Tools = Sequence[tuple[str, Schema]]
 """The names of functions, and what their arguments have to be."""
 
@@ -33,9 +35,9 @@ _ANYTHING: Final = r"/(.|\n)*/"
 _GAP: Final = r"/\n{0,2}/"
 
 
-def check_schema(schema: Schema, param: str, *, drops_unsupported: bool = False) -> None:
+def check_schema(schema: Schema, param: str) -> None:
     """Raises ApiError if no grammar can be made of it, naming the keyword where one is to blame."""
-    if problem := _problem_of(_grammar([f"answer: {_json(schema, drops_unsupported)}"], "")):
+    if problem := _problem_of(json_grammar(schema, "")):
         raise invalid(param, f"{param} cannot be enforced: {_told(problem)}", "unsupported_schema")
 
 
@@ -89,6 +91,14 @@ def calls_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, 
     return _grammar([answer, *_call(format, tools, _text(format.opening))], reasoning)
 
 
+def calls_or_json_grammar(
+    format: ToolFormat, tools: Tools, schema: Schema, reasoning: ReasoningFormat, *, is_parallel: bool
+) -> str:
+    """All of the answer is calls, or JSON that follows the schema."""
+    rules = [f"answer: call{_further(format, is_parallel)} | json", f"json: {_json(schema)}"]
+    return _grammar([*rules, *_call(format, tools, _text(format.opening))], reasoning)
+
+
 def free_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
     """The answer is text, or calls, or both where calls are marked; what begins as a call goes on as one."""
     rules = _free_marked if format.opening else _free_bare
@@ -98,10 +108,10 @@ def free_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *
 def _free_marked(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_parallel: bool) -> list[str]:
     mark = f"/(.|\\n)*{_regex(format.opening)}(.|\\n)*/"
     return [
-        "answer: call* rest" if is_parallel else f"answer: rest | call {_GAP}",
-        f"rest: {'TEXT' if is_parallel else 'WITHOUT_CALL'}",
+        f"answer: call{{0,{MAX_CALLS}}} rest" if is_parallel else f"answer: rest | call {_GAP}",
+        "rest: REST",
+        f"REST: TEXT & ~{mark}",
         f"TEXT: {_ANYTHING}" + (f" & ~/{_regex(OPEN)}(.|\\n)*/" if reasoning == "think" else ""),
-        f"WITHOUT_CALL: TEXT & ~{mark}",
         f"head[lazy]: TEXT {_text(format.opening)}",
         *_call(format, tools, "head"),
     ]
@@ -120,7 +130,7 @@ def _free_bare(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_
 
 
 def _further(format: ToolFormat, is_parallel: bool) -> str:
-    return f" ({_text(format.separator)} call)*" if is_parallel else ""
+    return f" ({_text(format.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
 
 
 def _call(format: ToolFormat, tools: Tools, opening: str, fence: str = "") -> list[str]:
@@ -148,8 +158,8 @@ def _grammar(rules: Sequence[str], reasoning: ReasoningFormat) -> str:
     return grammar
 
 
-def _json(schema: Schema, drops_unsupported: bool = False) -> str:
-    options = {**_JSON_OPTIONS, "lenient": True} if drops_unsupported else _JSON_OPTIONS
+def _json(schema: Schema) -> str:
+    options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})}
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 

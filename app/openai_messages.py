@@ -10,11 +10,12 @@ from typing import Any
 
 from app.errors import ApiError, invalid
 from app.json_kinds import Text
-from app.text_edge import ChatMessage
+from app.text_edge import ChatMessage, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TEXT = Text()
+_NAME = Text(min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,26 @@ class Messages:
             "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
         }
         content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": part}, {"type": "null"}]}
+        function = {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+        }
+        call = {
+            "type": "object",
+            "required": ["id", "type", "function"],
+            "properties": {"id": {"type": "string"}, "type": {"enum": ["function"]}, "function": function},
+        }
         message = {
             "type": "object",
             "required": ["role"],
-            "properties": {"role": {"enum": list(ROLES)}, "content": content, "name": {"type": "string"}},
+            "properties": {
+                "role": {"enum": list(ROLES)},
+                "content": content,
+                "name": {"type": "string"},
+                "tool_calls": {"type": "array", "items": call},
+                "tool_call_id": {"type": "string"},
+            },
         }
         return {"type": "array", "minItems": 1, "items": message}
 
@@ -52,11 +69,36 @@ def _message(value: Any, param: str) -> ChatMessage:
     if value.get("name") is not None:
         _TEXT.read(value["name"], f"{param}.name")
     if role == "tool":
-        _TEXT.read(value.get("tool_call_id"), f"{param}.tool_call_id")
+        call_id = _TEXT.read(value.get("tool_call_id"), f"{param}.tool_call_id")
+        return ChatMessage(role, _content(value.get("content"), role, f"{param}.content"), tool_call_id=call_id)
+    calls = (
+        _calls(value["tool_calls"], f"{param}.tool_calls") if role == "assistant" and value.get("tool_calls") else ()
+    )
     content = value.get("content")
-    if content is None and role == "assistant" and value.get("tool_calls"):
-        return ChatMessage(role, "")
-    return ChatMessage(role, _content(content, role, f"{param}.content"))
+    if calls and (content is None or content == []):
+        return ChatMessage(role, "", calls)
+    return ChatMessage(role, _content(content, role, f"{param}.content"), calls)
+
+
+def _calls(value: Any, param: str) -> tuple[ToolCall, ...]:
+    if not isinstance(value, list):
+        raise invalid(param, f"{param} must be a list of calls.", "invalid_type")
+    return tuple(_call(entry, f"{param}[{number}]") for number, entry in enumerate(value))
+
+
+def _call(value: Any, param: str) -> ToolCall:
+    if not isinstance(value, dict):
+        raise invalid(param, f"{param} must be an object.", "invalid_type")
+    if value.get("type", "function") != "function":
+        raise invalid(f"{param}.type", f'{param}.type must be "function".', "unsupported_value")
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{param}.function", f"{param}.function must be an object.", "invalid_type")
+    return ToolCall(
+        _TEXT.read(value.get("id"), f"{param}.id"),
+        _NAME.read(function.get("name"), f"{param}.function.name"),
+        _TEXT.read(function.get("arguments"), f"{param}.function.arguments"),
+    )
 
 
 def _content(value: Any, role: str, param: str) -> str:
