@@ -21,15 +21,19 @@ from falcon import HTTPError
 from falcon.asgi import Request, Response
 
 from app.admission import Admission
+from app.answering import Answering
 from app.answers import Closer, OpenAnswers
 from app.api_keys import ApiKeys, KeyFile
 from app.chat import ChatCompletions, ChatSettings
+from app.completions import Completions
 from app.cors import ANY, Cors
 from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
 from app.errors import ApiError, internal_error
 from app.health import Live, Ready
 from app.models import Models
+from app.openapi import OpenApi
 from app.response_headers import ResponseHeaders
+from app.resume import KnownAnswers
 from app.text_edge import TextEdge
 from app.tokenize import Tokenize
 from bridge.reader import Reader
@@ -130,27 +134,51 @@ def create_app(
     """`pool` runs what blocks; `clock` is the time of day, `monotonic` the time for limits."""
     pool = pool or ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="web-redis")
     answers = OpenAnswers()
-    closer = Closer(records, pool)
-    chat = ChatCompletions(
+    closer = Closer(records, reader.reader_id, pool)
+    answering = Answering(
         text_edges=text_edges,
         admission=Admission(
             records, submitter, reader_id=reader.reader_id, max_waiting=settings.max_waiting, clock=monotonic
         ),
-        reader=reader,
+        records=records,
+        history=reader.history,
+        source=reader,
         answers=answers,
         closer=closer,
         pool=pool,
-        settings=ChatSettings(settings.max_body_bytes, settings.keep_alive_s),
+        keep_alive_s=settings.keep_alive_s,
+    )
+    chat = ChatCompletions(
+        text_edges=text_edges,
+        answering=answering,
+        pool=pool,
+        settings=ChatSettings(settings.max_body_bytes),
         new_id=new_id,
         new_seed=new_seed,
         clock=clock,
     )
+    completions = Completions(
+        text_edges=text_edges,
+        answering=answering,
+        pool=pool,
+        max_body_bytes=settings.max_body_bytes,
+        new_id=lambda: new_id().replace("chatcmpl", "cmpl", 1),
+        new_seed=new_seed,
+        clock=clock,
+    )
+    known = KnownAnswers(answering, records)
     models = Models(text_edges, int(clock()))
     asgi = falcon.asgi.App()
     asgi.req_options.strip_url_path_trailing_slash = True
     asgi.add_route("/v1/chat/completions", chat)
+    asgi.add_route("/v1/chat/completions/{completion_id}", known)
+    asgi.add_route("/v1/chat/completions/{completion_id}/cancel", known, suffix="cancel")
+    asgi.add_route("/v1/completions", completions)
+    asgi.add_route("/v1/completions/{completion_id}", known)
+    asgi.add_route("/v1/completions/{completion_id}/cancel", known, suffix="cancel")
     asgi.add_route("/v1/models", models)
     asgi.add_route("/v1/models/{model:path}", models, suffix="one")
+    asgi.add_route("/openapi.json", OpenApi(list(text_edges)))
     tokenize = Tokenize(text_edges, records, max_body_bytes=settings.max_body_bytes, pool=pool)
     for prefix in ("", "/v1"):
         asgi.add_route(f"{prefix}/tokenize", tokenize)

@@ -1,131 +1,334 @@
-"""Answers in OpenAI's JSON: the whole completion, and the chunks of a streamed one.
+"""Answers in OpenAI's JSON: the whole one, and the chunks of a streamed one.
 
-Owns the shapes. Refuses to know where text comes from. A chunk is rendered as constant bytes around the one part
-that changes, because this runs for every streamed token.
+Owns the order and the shape of what is common to all answers, and what a chat puts into a choice (`ChatShape`).
+Refuses to know where tokens come from. A chunk is rendered as constant bytes around the part that changes, because
+this runs for every streamed token.
+
+Every event has an id, with which a client comes back for the rest: for each choice, separated by commas, the index
+of the last output token whose text is in it or before it, -1 before the first. What follows the last token of a
+choice counts on: text that was held back until then, and the finish chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import orjson
 
+from app.answer_parts import AnswerPart, Content, Reasoning, ToolArguments, ToolStart
+from app.answer_spec import AnswerSpec
+from app.answer_text import ChoiceText, finish_reason, is_finished
 from app.errors import ended_early, failed_here
-from app.text_edge import Detokenizer
-from bridge.collect import Answer
+from app.logprobs_out import Entry, TokenNames
 from bridge.sse import DONE, comment, frame
-from tasks.contract import TerminalEvent, TokenEvent
+from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
+
+NULL = b"null"
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What is the same in all parts of one answer."""
+class Shape(Protocol):
+    """What differs between a chat and a completion."""
 
-    request_id: str
-    created_s: int
-    model: str
-    system_fingerprint: str | None
-    num_prompt_tokens: int
+    @property
+    def chunk_object(self) -> str: ...
+    @property
+    def whole_object(self) -> str: ...
+    def opening(self, choice: int) -> bytes:
+        """The member of a choice that says that it begins; empty if nothing does."""
+
+    def member(self, parts: Sequence[AnswerPart]) -> bytes:
+        """The member of a choice that holds these parts, as JSON with its name. There may be none."""
+
+    def logprobs(self, entries: Sequence[Entry]) -> bytes:
+        """As JSON."""
+
+    def whole(self, choice: int, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """The members of a whole choice that hold its parts."""
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": min(num_cached_tokens, num_prompt_tokens), "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
-    }
+class ChatShape:
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
 
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
 
-def completion(head: Head, answer: Answer) -> dict[str, Any]:
-    """A whole `chat.completion`. Raises ApiError if the generation did not finish."""
-    if answer.end.state != "finished" and not answer.stopped:
-        raise ended_early(answer.end)
-    return {
-        "id": head.request_id,
-        "object": "chat.completion",
-        "created": head.created_s,
-        "model": head.model,
-        "system_fingerprint": head.system_fingerprint,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []},
-                "logprobs": None,
-                "finish_reason": "stop" if answer.stopped else answer.end.reason,
-            }
-        ],
-        "usage": usage(head.num_prompt_tokens, answer.num_tokens, answer.end.num_cached_tokens),
-    }
+    def opening(self, choice: int) -> bytes:
+        return b'"delta":{"role":"assistant","content":"","refusal":null}'
+
+    def member(self, parts: Sequence[AnswerPart]) -> bytes:
+        if len(parts) == 1 and isinstance(parts[0], Content):
+            return b'"delta":{"content":%b}' % orjson.dumps(parts[0].text)
+        # NOTE: one delta for all of them, because an event id cannot name a place between them.
+        delta: dict[str, Any] = {}
+        if thought := "".join(part.text for part in parts if isinstance(part, Reasoning)):
+            delta["reasoning_content"] = thought
+        if content := "".join(part.text for part in parts if isinstance(part, Content)):
+            delta["content"] = content
+        if calls := _calls(parts):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls.items()]
+        return b'"delta":' + orjson.dumps(delta)
+
+    def logprobs(self, entries: Sequence[Entry]) -> bytes:
+        return b'{"content":[%b],"refusal":null}' % b",".join([self._names.entry(entry) for entry in entries])
+
+    def whole(self, choice: int, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        calls = _calls(parts)
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+            "annotations": [],
+        }
+        if thought := "".join(part.text for part in parts if isinstance(part, Reasoning)):
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        return {"message": message}
 
 
 class ChunkStream:
-    """Renders one streamed answer as events (`bridge.relay.Renderer`).
+    """Renders one streamed answer as events (`bridge.relay.Renderer`), from the start or from where a client left."""
 
-    Every event carries the index of the last output token whose text is in it or before it as its id, -1 before the
-    first: what a client has when it comes back for the rest.
-    """
-
-    def __init__(self, head: Head, detokenizer: Detokenizer, include_usage: bool) -> None:
-        self._head = head
-        self._detokenizer = detokenizer
-        self._include_usage = include_usage
-        self._last_index = -1
+    def __init__(
+        self, spec: AnswerSpec, shape: Shape, choices: Sequence[ChoiceText], position: Sequence[int] | None = None
+    ) -> None:
+        """`position` has for each choice the index that its id had in the last event that the client has; None: it
+        has none. `choices` skip the tokens up to there."""
+        self._spec = spec
+        self._shape = shape
+        self._choices = tuple(choices)
+        self._position = (-1,) * len(choices) if position is None else tuple(position)
+        self._ids = [-1] * len(choices)
+        self._id = self._one_id if len(choices) == 1 else self._many_ids
+        self._ends: dict[int, TerminalEvent] = {}
+        self._has_sent = False
+        self._unsent = b""
+        """Finish chunks that the client has seen: they are sent again if there is nothing else to send."""
         start = {
-            "id": head.request_id,
-            "object": "chat.completion.chunk",
-            "created": head.created_s,
-            "model": head.model,
-            "system_fingerprint": head.system_fingerprint,
+            "id": spec.request_id,
+            "object": shape.chunk_object,
+            "created": spec.created_s,
+            "model": spec.model,
+            "system_fingerprint": spec.system_fingerprint,
+            **_tier(spec),
         }
         self._start = orjson.dumps(start)[:-1] + b","
-        self._end = b',"usage":null}' if include_usage else b"}"
-        self._before = b"\ndata: " + self._start + b'"choices":[{"index":0,"delta":{"content":'
-        self._after = b'},"logprobs":null,"finish_reason":null}]' + self._end + b"\n\n"
+        self._no_usage = b',"usage":null}' if spec.include_usage else b"}"
+        before = b"\ndata: " + self._start + b'"choices":[{"index":%d,'
+        self._before = [before % number for number in range(len(choices))]
+        self._after = b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"\n\n"
+
+    def is_satisfied(self, choice: int) -> bool:
+        return self._choices[choice].is_stopped
+
+    def opening(self) -> bytes:
+        if any(index >= 0 for index in self._position):
+            return b""
+        members = [(number, self._shape.opening(number)) for number in range(len(self._choices))]
+        return b"".join(self._event(number, member, NULL, NULL) for number, member in members if member)
+
+    def tokens(self, choice: int, events: Sequence[TokenEvent]) -> bytes:
+        """One chunk for all tokens of a wake-up; nothing while their text may still change."""
+        one = self._choices[choice]
+        if one.is_plain and not self._spec.continuous_usage:
+            text = one.push_text(events)
+            self._ids[choice] = one.last_index
+            if not text:
+                return b""
+            self._has_sent = True
+            # PERF: `_event`, spelled out.
+            member = self._shape.member((Content(text),))
+            return b"id: %b%b%b%b" % (self._id(), self._before[choice], member, self._after)
+        parts = one.push(events)
+        self._ids[choice] = one.last_index
+        return self._parts(choice, parts) if parts else b""
+
+    def ended(self, choice: int, end: TerminalEvent) -> bytes:
+        """The rest of the text, and the finish chunk."""
+        data = self._rest(choice, end)
+        one = self._choices[choice]
+        self._ids[choice] += 1
+        reason = orjson.dumps(finish_reason(self._spec, one, end))
+        has_seen_it = self._ids[choice] <= self._position[choice]
+        chunk = self._event(choice, self._shape.member(()), self._logprobs(one), reason)
+        if has_seen_it:
+            self._unsent += chunk
+            return data
+        self._has_sent = True
+        return data + chunk
+
+    def failed(self, choice: int, end: TerminalEvent) -> bytes:
+        return self._rest(choice, end) + self.failure(ended_early(end))
+
+    def closing(self) -> bytes:
+        """Usage and `[DONE]`."""
+        data = b"" if self._has_sent else self._unsent
+        if self._spec.include_usage:
+            counts = usage(self._spec, self._choices, self._ends)
+            data += frame(self._start + b'"choices":[],"usage":' + orjson.dumps(counts) + b"}", self._id())
+        if workers := workers_of(self._ends.values()):
+            data += comment(f"worker {workers}")
+        return data + frame(DONE, self._id())
+
+    def failure(self, error: Exception) -> bytes:
+        return frame(failed_here(error).render(), self._id())
+
+    def _rest(self, choice: int, end: TerminalEvent) -> bytes:
+        """The text that was held back, in an event whose id is one more than that of the last token."""
+        self._ends[choice] = end
+        one = self._choices[choice]
+        parts = one.finish()
+        self._ids[choice] = one.last_index
+        if not parts:
+            return b""
+        self._ids[choice] += 1
+        return self._parts(choice, parts) if self._ids[choice] > self._position[choice] else b""
+
+    def _parts(self, choice: int, parts: Sequence[AnswerPart]) -> bytes:
+        self._has_sent = True
+        return self._event(choice, self._shape.member(parts), self._logprobs(self._choices[choice]), NULL)
+
+    def _logprobs(self, one: ChoiceText) -> bytes:
+        if self._spec.num_logprobs is None:
+            return NULL
+        entries = one.take_logprobs()
+        return self._shape.logprobs(entries) if entries else NULL
+
+    def _event(self, choice: int, member: bytes, logprobs: bytes, reason: bytes) -> bytes:
+        before = self._before[choice]
+        after = self._after
+        if logprobs is not NULL or reason is not NULL or self._spec.continuous_usage:
+            after = b',"logprobs":%b,"finish_reason":%b}]%b\n\n' % (logprobs, reason, self._usage_so_far())
+        return b"id: %b%b%b%b" % (self._id(), before, member, after)
+
+    def _usage_so_far(self) -> bytes:
+        if not self._spec.continuous_usage:
+            return self._no_usage
+        return b',"usage":%b}' % orjson.dumps(usage(self._spec, self._choices, self._ends))
+
+    def _one_id(self) -> bytes:
+        return b"%d" % self._ids[0]
+
+    def _many_ids(self) -> bytes:
+        return b",".join([b"%d" % index for index in self._ids])
+
+
+class WholeChoice:
+    """Gathers one choice of an answer that is not streamed (`bridge.collect.Sink`)."""
+
+    def __init__(self, text: ChoiceText) -> None:
+        self.text = text
+        self.parts: list[AnswerPart] = []
+        self.end_event: TerminalEvent | None = None
 
     @property
     def is_satisfied(self) -> bool:
-        return self._detokenizer.stopped
+        return self.text.is_stopped
 
-    def opening(self) -> bytes:
-        return self._choice(b'{"role":"assistant","content":"","refusal":null}', b"null")
+    def push(self, events: Sequence[TokenEvent]) -> None:
+        self.parts += self.text.push(events)
 
-    def tokens(self, events: Sequence[TokenEvent]) -> bytes:
-        """One chunk for all tokens of a wake-up; nothing while their text may still change."""
-        if len(events) == 1:
-            text = self._detokenizer.push(events[0].token_ids)
-        else:
-            text = self._detokenizer.push([token for event in events for token in event.token_ids])
-        self._last_index = self._detokenizer.num_tokens_used - 1
-        return self._text(text) if text else b""
+    def end(self, end: TerminalEvent) -> None:
+        self.parts += self.text.finish()
+        self.end_event = end
 
-    def ending(self, end: TerminalEvent) -> bytes:
-        """The rest of the text and how it ended: finish chunk, usage, `[DONE]`, or one error event."""
-        tail = self._detokenizer.finish()
-        data = self._text(tail) if tail else b""
-        stopped = self._detokenizer.stopped
-        if end.state != "finished" and not stopped:
-            return data + self.failure(ended_early(end))
-        reason = "stop" if stopped else end.reason
-        data += self._choice(b"{}", orjson.dumps(reason))
-        if self._include_usage:
-            num_tokens = self._detokenizer.num_tokens_used if stopped else end.index
-            counts = usage(self._head.num_prompt_tokens, num_tokens, end.num_cached_tokens)
-            data += frame(self._start + b'"choices":[],"usage":' + orjson.dumps(counts) + b"}", self._last_index)
-        if end.worker:
-            data += comment(f"worker {end.worker}")
-        return data + frame(DONE, self._last_index)
+    def take(self, events: Sequence[StreamEvent]) -> None:
+        """All that there is of the choice, from its start."""
+        for event in events:
+            if isinstance(event, TerminalEvent):
+                self.end(event)
+            else:
+                self.push([event])
 
-    def failure(self, error: Exception) -> bytes:
-        return frame(failed_here(error).render(), self._last_index)
 
-    def _text(self, text: str) -> bytes:
-        # PERF: `frame`, spelled out: JSON has no line breaks.
-        return b"id: %d%b%b%b" % (self._last_index, self._before, orjson.dumps(text), self._after)
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 
-    def _choice(self, delta: bytes, finish_reason: bytes) -> bytes:
-        body = b'"choices":[{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}]' % (delta, finish_reason)
-        return frame(self._start + body + self._end, self._last_index)
+
+def progress(spec: AnswerSpec, shape: Shape, choices: Sequence[WholeChoice], is_claimed: bool) -> dict[str, Any]:
+    """How far an answer is, and what is known of it: the whole of it once it is completed."""
+    early = next((end for one in choices if (end := one.end_event) and not is_finished(one.text, end)), None)
+    status: Status
+    if early is not None:
+        status = "cancelled" if early.state == "cancelled" else "failed"
+    elif all(one.end_event is not None or one.is_satisfied for one in choices):
+        status = "completed"
+    else:
+        status = (
+            "in_progress"
+            if is_claimed or any(one.end_event or one.text.last_index >= 0 for one in choices)
+            else "queued"
+        )
+    error = {} if early is None else ended_early(early).body()
+    return {**completion(spec, shape, choices), "status": status, **error}
+
+
+def completion(spec: AnswerSpec, shape: Shape, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+    """A whole answer; of one that is still going on, what is known. Choices that failed have no finish_reason."""
+    ends = {number: one.end_event for number, one in enumerate(choices) if one.end_event is not None}
+    return {
+        "id": spec.request_id,
+        "object": shape.whole_object,
+        "created": spec.created_s,
+        "model": spec.model,
+        "system_fingerprint": spec.system_fingerprint,
+        **_tier(spec),
+        "choices": [_whole(spec, shape, number, one) for number, one in enumerate(choices)],
+        "usage": usage(spec, [one.text for one in choices], ends),
+    }
+
+
+def _whole(spec: AnswerSpec, shape: Shape, number: int, one: WholeChoice) -> dict[str, Any]:
+    end = one.end_event
+    finished = end is not None and is_finished(one.text, end)
+    entries = one.text.take_logprobs()
+    return {
+        "index": number,
+        **shape.whole(number, one.parts),
+        "logprobs": None if spec.num_logprobs is None else orjson.Fragment(shape.logprobs(entries)),
+        "finish_reason": finish_reason(spec, one.text, end) if finished and end is not None else None,
+    }
+
+
+def usage(spec: AnswerSpec, choices: Sequence[ChoiceText], ends: Mapping[int, TerminalEvent]) -> dict[str, Any]:
+    """Tokens of all choices. A prompt counts once however many choices it has, and of its cached tokens those count
+    that its first choice found: the others find what the first one has just computed."""
+    firsts = range(0, spec.num_choices, spec.n)
+    num_cached = sum(ends[number].num_cached_tokens for number in firsts if number in ends)
+    num_completion = sum(one.num_tokens for one in choices)
+    return {
+        "prompt_tokens": spec.num_prompt_tokens,
+        "completion_tokens": num_completion,
+        "total_tokens": spec.num_prompt_tokens + num_completion,
+        # After a failover a worker finds output tokens of an earlier attempt, too.
+        "prompt_tokens_details": {"cached_tokens": min(num_cached, spec.num_prompt_tokens), "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(one.num_reasoning_tokens for one in choices),
+            "audio_tokens": 0,
+        },
+    }
+
+
+def workers_of(ends: Iterable[TerminalEvent]) -> str:
+    """The workers that finished the choices, each once."""
+    return ", ".join(dict.fromkeys(end.worker for end in ends if end.worker))
+
+
+def _calls(parts: Sequence[AnswerPart]) -> dict[int, dict[str, Any]]:
+    """The calls that these parts begin or continue, by index."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, ToolStart):
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"id": part.call_id, "type": "function", "function": function}
+        elif isinstance(part, ToolArguments):
+            call = calls.setdefault(part.index, {"function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
+    return calls
+
+
+def _tier(spec: AnswerSpec) -> dict[str, str]:
+    """OpenAI says which tier it was when the request had asked for one."""
+    return {"service_tier": spec.service_tier} if spec.service_tier else {}

@@ -1,64 +1,65 @@
-"""One request's stream to one whole answer, for responses that are not streamed.
+"""The streams of one answer to its end, for responses that are not streamed.
 
-Owns when an answer is complete. Refuses to know how the answer is shown and where the text comes from (a
-detokenizer is handed in).
+Owns when an answer is complete. Refuses to know what becomes of the tokens: each choice has a sink.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
-from bridge.subscription import Subscription
-from tasks.contract import TerminalEvent
+from bridge.choices import ChoiceStreams
+from bridge.relay import Control, close_others
+from tasks.contract import TerminalEvent, TokenEvent
 
 
-class TextSource(Protocol):
-    """Token ids to text (`app.detokenizer.Detokenizer`)."""
-
-    num_tokens_used: int
+class Sink(Protocol):
+    """Takes the tokens of one choice."""
 
     @property
-    def stopped(self) -> bool: ...
-    def push(self, token_ids: Sequence[int]) -> str: ...
-    def finish(self) -> str: ...
+    def is_satisfied(self) -> bool:
+        """The choice is complete whatever the worker does next (a stop string was found)."""
+
+    def push(self, events: Sequence[TokenEvent]) -> None: ...
+    def end(self, end: TerminalEvent) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """`num_tokens` counts the output tokens up to the end, or up to the one that completed a stop string."""
+class EndedEarly(Exception):
+    """A choice ended without finishing; `end` says how."""
 
-    text: str
-    num_tokens: int
-    stopped: bool
-    end: TerminalEvent
+    def __init__(self, end: TerminalEvent) -> None:
+        super().__init__(end.reason)
+        self.end = end
 
 
-async def collect(
-    subscription: Subscription,
-    source: TextSource,
-    close_request: Callable[[str, str], None],
-    *,
-    poll_s: float = 60.0,
-) -> Answer:
-    """Reads to the terminal entry. A stop string ends the generation there.
+async def collect(streams: ChoiceStreams, sinks: Sequence[Sink], control: Control, *, poll_s: float = 60.0) -> None:
+    """Reads until every sink has its end. A stop string ends its choice there.
 
-    Raises what the subscription was failed with; the caller closes the request then.
+    Raises EndedEarly once a choice has ended without finishing, or what the streams were failed with. Whatever is
+    not over then is closed or left.
     """
-    parts: list[str] = []
-    was_stopped = False
+    still_open, satisfied = set(range(len(sinks))), set[int]()
     try:
-        while True:
-            for event in await subscription.next(poll_s):
-                if isinstance(event, TerminalEvent):
-                    parts.append(source.finish())
-                    num_tokens = source.num_tokens_used if source.stopped else event.index
-                    return Answer("".join(parts), num_tokens, source.stopped, event)
-                if not was_stopped:
-                    parts.append(source.push(event.token_ids))
-            if source.stopped and not was_stopped:
-                was_stopped = True
-                close_request("finished", "stop")
+        while still_open:
+            for choice, events in await streams.next(poll_s):
+                end = events.pop() if isinstance(events[-1], TerminalEvent) else None
+                if events and choice not in satisfied:
+                    sinks[choice].push(events)  # type: ignore[arg-type]
+                    if sinks[choice].is_satisfied:
+                        satisfied.add(choice)
+                        if end is None:
+                            control.close(choice, "finished", "stop")
+                if isinstance(end, TerminalEvent):
+                    still_open.discard(choice)
+                    sinks[choice].end(end)
+                    if end.state != "finished" and choice not in satisfied:
+                        raise EndedEarly(end)
+    except EndedEarly as early:
+        close_others(control, still_open - satisfied, early.end)
+        raise
+    except BaseException:
+        if left := sorted(still_open - satisfied):
+            control.leave(left)
+        raise
     finally:
-        subscription.close()
+        streams.close()

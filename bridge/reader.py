@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from bridge.feeds import Batch, Feed, deliver, layers_of
-from bridge.subscription import StreamLost, Subscription
+from bridge.history import History
+from bridge.subscription import StreamLost, Subscription, Waiting
 from bridge.xread import Entries, Xread
 from tasks import keys
 from tasks.contract import ContractError, decode_entry
@@ -58,6 +59,8 @@ class Reader:
     ) -> None:
         self.reader_id = reader_id
         self.window = window
+        self.history = History(redis_short)
+        """What is there already, for those who do not wait for more."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._xread = Xread(redis_blocking, count=MAX_ENTRIES)
         self._short = redis_short
@@ -88,9 +91,9 @@ class Reader:
         """Subscribers that were in the last read."""
         return len(self._feeds)
 
-    def subscribe(self, request_id: str, after_index: int = -1) -> Subscription:
+    def subscribe(self, request_id: str, after_index: int = -1, waiting: Waiting | None = None) -> Subscription:
         """Events of `request_id` with token index > `after_index`, from any position, as often as wanted."""
-        return Subscription(self, request_id, after_index)
+        return Subscription(self, request_id, after_index, waiting)
 
     def add(self, subscription: Subscription, position: bytes) -> Feed:
         feed = Feed(keys.out(subscription.request_id).encode(), position, subscription)

@@ -1,20 +1,21 @@
-"""One request's stream to server-sent events: what a streaming HTTP response iterates over.
+"""The streams of one answer to server-sent events: what a streaming HTTP response iterates over.
 
-Owns the order of an answer (opening, text, ending or one error event), the keep-alive comments and the clean-up.
-Refuses to know what the bytes say: `render` comes from the caller. It never raises into the HTTP server, which
-would cut the response silently: whatever goes wrong becomes an error event.
+Owns the order of an answer (opening, the text of its choices as it comes, ending or one error event), the keep-alive
+comments and the clean-up. Refuses to know what the bytes say: `render` comes from the caller. It never raises into
+the HTTP server, which would cut the response silently: whatever goes wrong becomes an error event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
+from bridge.choices import ChoiceStreams
 from bridge.sse import KEEP_ALIVE
-from bridge.subscription import Subscription
-from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
+from tasks.contract import EndState, StreamEvent, TerminalEvent, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +28,30 @@ class Renderer(Protocol):
     """Makes the bytes of one answer. Empty bytes mean that there is nothing to send yet."""
 
     def opening(self) -> bytes: ...
-    def tokens(self, events: list[TokenEvent]) -> bytes: ...
-    @property
-    def is_satisfied(self) -> bool:
-        """The answer is complete whatever the worker does next (a stop string was found)."""
+    def tokens(self, choice: int, events: list[TokenEvent]) -> bytes: ...
+    def is_satisfied(self, choice: int) -> bool:
+        """The choice is complete whatever the worker does next (a stop string was found)."""
 
-    def ending(self, end: TerminalEvent) -> bytes: ...
+    def ended(self, choice: int, end: TerminalEvent) -> bytes:
+        """The rest of a choice, and how it finished."""
+
+    def failed(self, choice: int, end: TerminalEvent) -> bytes:
+        """The rest of a choice that did not finish, and the error that ends the whole answer."""
+
+    def closing(self) -> bytes:
+        """What follows when all choices have finished."""
+
     def failure(self, error: Exception) -> bytes: ...
+
+
+class Control(Protocol):
+    """Ends generations. Must not block."""
+
+    def close(self, choice: int, state: EndState, reason: str) -> None:
+        """Ends a choice for everybody."""
+
+    def leave(self, choices: Sequence[int]) -> None:
+        """This reader reads these no further; without any other reader they end."""
 
 
 class Outlet(Protocol):
@@ -47,29 +65,31 @@ class Outlet(Protocol):
 
 
 class Relay:
-    """An async iterator of response bytes, for one client, over one subscription.
+    """An async iterator of response bytes, for one client, over the streams of one answer.
 
-    `close_request(state, reason)` ends the generation; it must not block. It is called when a stop string was
-    found, when the client left, and when the answer failed on this side.
+    A choice is closed when its stop string was found, and when another one has failed; all that is not over is left
+    when the client left, and when the answer failed on this side.
     """
 
     def __init__(
         self,
-        subscription: Subscription,
+        streams: ChoiceStreams,
         renderer: Renderer,
-        close_request: Callable[[str, str], None],
+        control: Control,
         *,
         keep_alive_s: float = 10.0,
         outlet: Outlet | None = None,
     ) -> None:
-        self._subscription = subscription
+        self._streams = streams
         self._renderer = renderer
-        self._close_request = close_request
+        self._control = control
         self._keep_alive_s = keep_alive_s
         self._outlet = outlet
         self._is_opened = False
         self._is_over = False
-        self._is_stopped = False
+        self._open = set(range(len(streams)))
+        """Choices without a terminal entry."""
+        self._satisfied: set[int] = set()
 
     def __aiter__(self) -> Relay:
         return self
@@ -79,10 +99,13 @@ class Relay:
             raise StopAsyncIteration
         if not self._is_opened:
             self._is_opened = True
-            return self._renderer.opening()
-        # By now the HTTP server has sent what came before.
+            if opening := self._renderer.opening():
+                return opening
         if self._outlet is not None:
-            self._subscription.direct = self._write_through
+            # By now the HTTP server has sent what came before.
+            for choice, subscription in enumerate(self._streams.subscriptions):
+                if subscription.direct is None:
+                    subscription.direct = partial(self._write_through, choice)
         try:
             return await self._advance()
         except ClientGone:
@@ -92,60 +115,78 @@ class Relay:
             self.finish()
             raise
         except Exception as error:
-            return self._fail(error)
+            logger.warning("%s answer failed: %r", self._streams.request_id, error)
+            self.finish()
+            return self._renderer.failure(error)
 
     async def close(self) -> None:
         """Falcon's name for `finish`."""
         self.finish()
 
     def finish(self) -> None:
-        """To be called at the end, whatever the end was. An unfinished answer is cancelled. Idempotent."""
+        """To be called at the end, whatever the end was. What is not over is left. Idempotent."""
         if not self._is_over:
             self._is_over = True
-            self._subscription.close()
-            if not self._is_stopped:
-                self._close_request("cancelled", "disconnect")
+            self._streams.close()
+            # One that is satisfied has been closed, and the two must not overtake each other.
+            if left := sorted(self._open - self._satisfied):
+                self._control.leave(left)
 
     async def _advance(self) -> bytes:
         while True:
-            events = await self._subscription.next(self._keep_alive_s)
-            if not events:
+            batches = await self._streams.next(self._keep_alive_s)
+            if not batches:
                 return KEEP_ALIVE
-            end = events.pop() if isinstance(events[-1], TerminalEvent) else None
-            data = self._render(events, close=end is None)
-            if isinstance(end, TerminalEvent):
-                self._is_over = True
-                self._subscription.close()
-                return data + self._renderer.ending(end)
+            data = b""
+            for choice, events in batches:
+                end = events.pop() if isinstance(events[-1], TerminalEvent) else None
+                data += self._render(choice, events, close=end is None)
+                if isinstance(end, TerminalEvent):
+                    data += self._end(choice, end)
+                    if self._is_over:
+                        return data
             if data:
                 return data
 
-    def _render(self, events: list[StreamEvent], close: bool) -> bytes:
-        if self._is_stopped or not events:
+    def _render(self, choice: int, events: list[StreamEvent], close: bool) -> bytes:
+        if not events or choice in self._satisfied:
             return b""
-        data = self._renderer.tokens(events)  # type: ignore[arg-type]
-        if self._renderer.is_satisfied:
-            self._is_stopped = True
+        data = self._renderer.tokens(choice, events)  # type: ignore[arg-type]
+        if self._renderer.is_satisfied(choice):
+            self._satisfied.add(choice)
             if close:
-                self._close_request("finished", "stop")
+                self._control.close(choice, "finished", "stop")
         return data
 
-    def _write_through(self, events: list[StreamEvent]) -> bool:
+    def _end(self, choice: int, end: TerminalEvent) -> bytes:
+        self._open.discard(choice)
+        if end.state != "finished" and choice not in self._satisfied:
+            self._is_over = True
+            self._streams.close()
+            close_others(self._control, self._open - self._satisfied, end)
+            return self._renderer.failed(choice, end)
+        data = self._renderer.ended(choice, end)
+        if not self._open:
+            self._is_over = True
+            self._streams.close()
+            data += self._renderer.closing()
+        return data
+
+    def _write_through(self, choice: int, events: list[StreamEvent]) -> bool:
         """The short way for tokens: straight to the client. False: the task has to do it."""
         assert self._outlet is not None
         if not self._outlet.is_ready or isinstance(events[-1], TerminalEvent):
             return False
         try:
-            if data := self._render(events, close=True):
+            if data := self._render(choice, events, close=True):
                 self._outlet.write(data)
         except Exception as error:
-            self._subscription.fail(error)
+            self._streams.fail(error)
         return True
 
-    def _fail(self, error: Exception) -> bytes:
-        logger.warning("%s answer failed: %r", self._subscription.request_id, error)
-        self._is_over = True
-        self._subscription.close()
-        if not self._is_stopped:
-            self._close_request("cancelled", getattr(error, "reason", "reader_lost"))
-        return self._renderer.failure(error)
+
+def close_others(control: Control, choices: Iterable[int], end: TerminalEvent) -> None:
+    """One choice ended without finishing: the answer cannot be completed, so the others are not needed any more."""
+    reason = end.reason if end.state == "cancelled" else "other_choice_failed"
+    for choice in sorted(choices):
+        control.close(choice, "cancelled", reason)

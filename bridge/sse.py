@@ -17,13 +17,13 @@ KEEP_ALIVE = b": keep-alive\n"
 _LINE_BREAK = re.compile(rb"\r\n|\r|\n")
 
 
-def frame(data: bytes, event_id: int | None = None) -> bytes:
-    """One event. `event_id` is what a client sends back as `Last-Event-ID` when it resumes."""
+def frame(data: bytes, event_id: bytes | None = None) -> bytes:
+    """One event. `event_id` is what a client sends back as `Last-Event-ID` when it resumes; it has no line break."""
     if b"\n" in data or b"\r" in data:
         data = b"\ndata: ".join(_LINE_BREAK.split(data))
     if event_id is None:
         return b"data: %b\n\n" % data
-    return b"id: %d\ndata: %b\n\n" % (event_id, data)
+    return b"id: %b\ndata: %b\n\n" % (event_id, data)
 
 
 def comment(text: str) -> bytes:

@@ -3,7 +3,7 @@
 Owns the order: token indices are contiguous from where the subscription began, repeats are cut away, and a gap that
 is still there on a second look ends the subscription with an error. Refuses to know how streams are read
 (`bridge.reader`) and what happens to the events. `fail` is the one way in which anything else (a client that left, a
-shutdown, a lost stream) ends the wait.
+shutdown, a lost stream) ends the wait. Several subscriptions can share one wait (`bridge.choices`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,71 @@ class StreamLost(Exception):
     """The rest of a stream cannot be read; the message says why. The caller must tell its client."""
 
 
+class Waiting:
+    """One task's wait for events, with a time-out, as often as wanted."""
+
+    __slots__ = ("_deadline_s", "_future", "_loop", "_timeout_s", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._future: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout_s = 0.0
+        self._deadline_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._future is not None
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until `end`, or for `timeout_s`, which `extend` starts anew."""
+        # PERF: one timer that is moved on when it fires costs a tenth of a timer a wait.
+        self._timeout_s = timeout_s
+        self._deadline_s = self._loop.time() + timeout_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline_s, self._on_timer)
+        self._future = self._loop.create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def extend(self) -> None:
+        self._deadline_s = self._loop.time() + self._timeout_s
+
+    def end(self) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def close(self) -> None:
+        """No more waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._future is None:
+            return
+        if self._loop.time() < self._deadline_s:
+            self._timer = self._loop.call_at(self._deadline_s, self._on_timer)
+        else:
+            self.end()
+
+
 class Subscription:
     """Use: `next` until it has given the TerminalEvent, then or earlier `close`."""
 
-    def __init__(self, reader: Reader, request_id: str, after_index: int) -> None:
+    def __init__(self, reader: Reader, request_id: str, after_index: int, waiting: Waiting | None = None) -> None:
+        """`waiting` is shared with other subscriptions of the same task."""
         self.request_id = request_id
         self.next_index = after_index + 1
         self._reader = reader
+        self._waiting = Waiting(reader.loop) if waiting is None else waiting
         self._events: list[StreamEvent] = []
         self._num_tokens = 0
         self._position = START
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._timeout_s = 0.0
-        self._deadline_s = 0.0
         self.direct: Callable[[list[StreamEvent]], bool] | None = None
         """Offered each batch while somebody waits in `next`; True: it took the batch, and the wait goes on."""
         # None while this subscriber lags (its window is full) and after the end.
@@ -54,13 +104,22 @@ class Subscription:
     def is_lagging(self) -> bool:
         return self._feed is None and not self._has_ended
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` has something to give, or to raise."""
+        return bool(self._events) or self._error is not None
+
     async def next(self, timeout_s: float) -> list[StreamEvent]:
         """All events that are there; waits for the first one. An empty list after `timeout_s` without any.
 
         Raises what `fail` was given, at once.
         """
-        if self._error is None and not self._events:
-            await self._wait(timeout_s)
+        if not self.is_ready:
+            await self._waiting.wait(timeout_s)
+        return self.take()
+
+    def take(self) -> list[StreamEvent]:
+        """All events that are there, without waiting. Raises what `fail` was given."""
         if self._error is not None:
             raise self._error
         events, self._events = self._events, []
@@ -74,15 +133,13 @@ class Subscription:
         if self._error is None:
             self._error = error
             self._detach()
-            self._notify()
+            self._waiting.end()
 
     def close(self) -> None:
         """No further reads for this subscriber. Idempotent."""
         self._has_ended = True
         self._detach()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._waiting.close()
 
     def accept(self, feed: Feed, events: list[StreamEvent], position: bytes) -> None:
         """Called by the reader, on the event loop. A batch of a feed that was replaced is dropped."""
@@ -106,25 +163,24 @@ class Subscription:
 
     def _hand_over(self) -> None:
         # PERF: waking a task for each token costs more than everything else that is done with it.
-        can_be_direct = self.direct is not None and self._waiter is not None and self._feed is not None
+        can_be_direct = self.direct is not None and self._waiting.is_on and self._feed is not None
         if can_be_direct and self.direct is not None and self.direct(self._events):
             self._events = []
             self._num_tokens = 0
-            self._deadline_s = self._reader.loop.time() + self._timeout_s
+            self._waiting.extend()
             return
-        self._notify()
+        self._waiting.end()
 
     def _accept_tokens(self, event: TokenEvent) -> None:
-        num_known = self.next_index - event.index
-        token_ids = event.token_ids
-        if num_known:
-            token_ids = token_ids[num_known:]
-            if not token_ids:
+        if event.index != self.next_index:
+            fresh = from_index(event, self.next_index)
+            if fresh is None:
                 return
-            event = TokenEvent(self.next_index, event.attempt, token_ids, event.logprobs[num_known:])
+            event = fresh
+        num_tokens = len(event.token_ids)
         self._events.append(event)
-        self.next_index += len(token_ids)
-        self._num_tokens += len(token_ids)
+        self.next_index += num_tokens
+        self._num_tokens += num_tokens
 
     def _gap(self, event: StreamEvent) -> None:
         if self._gap_at == self.next_index:
@@ -137,33 +193,15 @@ class Subscription:
         self._detach()
         self._feed = self._reader.add(self, START)
 
-    async def _wait(self, timeout_s: float) -> None:
-        loop = self._reader.loop
-        # PERF: one timer that is moved on when it fires costs a tenth of a timer a wait.
-        self._timeout_s = timeout_s
-        self._deadline_s = loop.time() + timeout_s
-        if self._timer is None:
-            self._timer = loop.call_at(self._deadline_s, self._on_timer)
-        self._waiter = loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._waiter is None:
-            return
-        if self._reader.loop.time() < self._deadline_s:
-            self._timer = self._reader.loop.call_at(self._deadline_s, self._on_timer)
-        else:
-            self._notify()
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     def _detach(self) -> None:
         if self._feed is not None:
             self._reader.remove(self._feed)
             self._feed = None
+
+
+def from_index(event: TokenEvent, index: int) -> TokenEvent | None:
+    """Its tokens from `index` on, which is not before its first; None if it has none."""
+    num_known = index - event.index
+    if num_known >= len(event.token_ids):
+        return None
+    return TokenEvent(index, event.attempt, event.token_ids[num_known:], event.logprobs[num_known:])

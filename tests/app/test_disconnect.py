@@ -82,9 +82,9 @@ def test_leaving_before_the_queue_answered_cancels() -> None:
         submit = web.submitter.submit
         exchanges: list[Exchange] = []
 
-        def submit_slowly(job: object, **options: object) -> None:
+        def submit_slowly(jobs: object, **options: object) -> object:
             exchanges[0].leave()
-            submit(job, **options)  # type: ignore[arg-type]
+            return submit(jobs, **options)  # type: ignore[arg-type]
 
         web.submitter.submit = submit_slowly  # type: ignore[method-assign,assignment]
         web.on_start = exchanges.append

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from redis.exceptions import TimeoutError
 
@@ -51,7 +52,7 @@ def test_a_stream_that_does_not_end_in_time_gets_an_error_event_and_is_cancelled
         assert exchange.is_over
         state = web.records.state("chatcmpl-1")
         assert state is not None
-        assert (state.state, state.reason) == ("cancelled", "shutdown")
+        assert (state.state, state.reason) == ("cancelled", "disconnect")
 
     run(test)
 
@@ -83,10 +84,10 @@ def test_requests_that_could_not_be_closed_are_left_to_the_watchdog() -> None:
         exchange = await web.chat(stream=True)
         await web.turn()
 
-        def time_out(request_id: str, state: str, reason: str) -> bool:
+        def time_out(request_ids: Sequence[str], reader: str) -> list[str]:
             raise TimeoutError
 
-        web.records.close = time_out  # type: ignore[method-assign,assignment]
+        web.records.detach = time_out  # type: ignore[method-assign,assignment]
         exchange.leave()
         await web.settle()
         await web.app.stop()

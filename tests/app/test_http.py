@@ -40,8 +40,8 @@ def test_a_whole_answer_has_text_reason_usage_and_fingerprint() -> None:
             ],
             "usage": {
                 "prompt_tokens": NUM_PROMPT_TOKENS,
-                "completion_tokens": 4,
-                "total_tokens": NUM_PROMPT_TOKENS + 4,
+                "completion_tokens": 3,
+                "total_tokens": NUM_PROMPT_TOKENS + 3,
                 "prompt_tokens_details": {"cached_tokens": 16, "audio_tokens": 0},
                 "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
             },
@@ -154,7 +154,7 @@ def test_a_lost_stream_is_an_error_response_and_cancels_the_request() -> None:
         assert (exchange.status, exchange.error["code"]) == (503, "stream_lost")
         state = web.records.state("chatcmpl-1")
         assert state is not None
-        assert (state.state, state.reason) == ("cancelled", "reader_lost")
+        assert (state.state, state.reason) == ("cancelled", "disconnect")
 
     run(test)
 

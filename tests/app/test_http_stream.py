@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from app.templates import ChatFormat
 from app.text_edge import TextEdge
 from tests.app import web as by_hand
 from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web
@@ -21,12 +22,9 @@ def run(test: Callable[[Web], Coroutine[Any, Any, None]], **options: Any) -> Non
 
 def bytes_edge() -> TextEdge:
     """Output id N is the byte N."""
-
-    def render(messages: object) -> list[int]:
-        return [1, 2, 3]
-
     return TextEdge(
-        render=render,
+        format=ChatFormat(lambda messages: []),
+        encode_pieces=lambda pieces: [1, 2, 3],
         encode=lambda text: [],
         token_bytes=lambda i: bytes([i]),
         eos_token_ids=[EOS],
@@ -57,8 +55,8 @@ def test_a_stream_is_role_text_one_finish_reason_usage_and_done() -> None:
 
         usage = {
             "prompt_tokens": NUM_PROMPT_TOKENS,
-            "completion_tokens": 3,
-            "total_tokens": NUM_PROMPT_TOKENS + 3,
+            "completion_tokens": 2,
+            "total_tokens": NUM_PROMPT_TOKENS + 2,
             "prompt_tokens_details": {"cached_tokens": 3, "audio_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
         }
@@ -66,9 +64,9 @@ def test_a_stream_is_role_text_one_finish_reason_usage_and_done() -> None:
             (-1, choice({"role": "assistant", "content": "", "refusal": None})),
             (0, choice({"content": "<101>"})),
             (2, choice({"content": "<102>"})),
-            (2, choice({}, "stop")),
-            (2, {**same, "choices": [], "usage": usage}),
-            (2, "[DONE]"),
+            (3, choice({}, "stop")),
+            (3, {**same, "choices": [], "usage": usage}),
+            (3, "[DONE]"),
         ]
         assert exchange.is_over
 
@@ -97,7 +95,7 @@ def test_without_include_usage_no_chunk_has_a_usage_key() -> None:
         await web.turn()
         assert len(exchange.chunks) == 3
         assert all("usage" not in chunk for chunk in exchange.chunks)
-        assert exchange.events[-1] == (0, "[DONE]")
+        assert exchange.events[-1] == (1, "[DONE]")
 
     run(test)
 
@@ -193,7 +191,7 @@ def test_text_held_back_for_a_stop_string_is_sent_at_the_end() -> None:
         worker.append("chatcmpl-1", 0, 101, 102, end="length")
         await web.turn()
         assert exchange.text == "<101><102>"
-        assert [id for id, _ in exchange.events] == [-1, 1, 1, 1, 1]
+        assert [id for id, _ in exchange.events] == [-1, 1, 2, 3, 3]
 
     run(test)
 
@@ -208,7 +206,7 @@ def test_a_stop_string_and_the_end_in_one_batch_make_one_clean_end() -> None:
         assert exchange.text == "<101>"
         reasons = [chunk["choices"][0]["finish_reason"] for chunk in exchange.chunks]
         assert reasons == [None, None, "stop"]
-        assert exchange.events[-1] == (1, "[DONE]")
+        assert exchange.events[-1] == (2, "[DONE]")
 
     run(test)
 
@@ -220,7 +218,7 @@ def test_the_worker_is_named_in_a_comment_at_the_end() -> None:
         worker.claim("chatcmpl-1")
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
-        assert re.search(r"\n\n: worker w7\nid: 0\ndata: \[DONE\]\n\n$", exchange.body.decode())
+        assert re.search(r"\n\n: worker w7\nid: 1\ndata: \[DONE\]\n\n$", exchange.body.decode())
 
     run(test)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.answer_spec import AnswerSpec
 from app.errors import ApiError, ended_early, failed_here
 from app.openai_out import usage
 from bridge.subscription import StreamLost
@@ -12,7 +13,9 @@ from tasks.contract import TerminalEvent
 
 def test_cached_tokens_are_never_more_than_the_prompt() -> None:
     """After a failover the worker restores output tokens of an earlier attempt, too."""
-    assert usage(10, 5, 12)["prompt_tokens_details"]["cached_tokens"] == 10
+    spec = AnswerSpec(request_id="a", kind="chat", created_s=0, model="m", num_prompt_tokens=10)
+    end = TerminalEvent(5, 1, "finished", "stop", num_cached_tokens=12)
+    assert usage(spec, [], {0: end})["prompt_tokens_details"]["cached_tokens"] == 10
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,7 @@ def test_cached_tokens_are_never_more_than_the_prompt() -> None:
         ("shutdown", 503),
         ("poison", 500),
         ("engine_error", 500),
+        ("stopped", 499),
         ("made_up", 500),
     ],
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
+from bridge.choices import ChoiceStreams
 from bridge.relay import ClientGone, Relay
 from bridge.sse import KEEP_ALIVE
-from bridge.subscription import Subscription
-from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
+from bridge.subscription import Subscription, Waiting
+from tasks.contract import EndState, StreamEvent, TerminalEvent, TokenEvent
 
 END = TerminalEvent(2, 1, "finished", "stop")
 
@@ -35,21 +36,31 @@ class Letters:
     """Token 65 is "A"; "Z" completes a stop string; "Y" cannot be rendered; "." gives nothing yet."""
 
     def __init__(self) -> None:
-        self.is_satisfied = False
+        self.satisfied: set[int] = set()
 
     def opening(self) -> bytes:
         return b"["
 
-    def tokens(self, events: list[TokenEvent]) -> bytes:
+    def is_satisfied(self, choice: int) -> bool:
+        return choice in self.satisfied
+
+    def tokens(self, choice: int, events: list[TokenEvent]) -> bytes:
         text = "".join(chr(token) for event in events for token in event.token_ids)
         if "Y" in text:
             raise ZeroDivisionError
         text, stop, _ = text.partition("Z")
-        self.is_satisfied = bool(stop)
+        if stop:
+            self.satisfied.add(choice)
         return text.replace(".", "").encode()
 
-    def ending(self, end: TerminalEvent) -> bytes:
-        return f"{end.state}]".encode()
+    def ended(self, choice: int, end: TerminalEvent) -> bytes:
+        return end.state.encode()
+
+    def failed(self, choice: int, end: TerminalEvent) -> bytes:
+        return b"?" + end.reason.encode()
+
+    def closing(self) -> bytes:
+        return b"]"
 
     def failure(self, error: Exception) -> bytes:
         return f"!{type(error).__name__}".encode()
@@ -67,19 +78,26 @@ class Socket:
 
 
 class Answer:
-    def __init__(self, outlet: Socket | None) -> None:
-        self.closed: list[tuple[str, str]] = []
-        self.subscription = Subscription(Nobody(), "a", -1)  # type: ignore[arg-type]
-        self.relay = Relay(
-            self.subscription,
-            Letters(),
-            lambda state, reason: self.closed.append((state, reason)),
-            keep_alive_s=3600,
-            outlet=outlet,
-        )
+    """An answer of some choices, and what the relay did to its generations."""
 
-    def come(self, *events: StreamEvent) -> None:
-        self.subscription.accept(self.subscription._feed, list(events), b"1-1")  # type: ignore[arg-type]
+    def __init__(self, outlet: Socket | None, num_choices: int = 1) -> None:
+        self.closed: list[tuple[object, ...]] = []
+        """(state, reason) of the first choice, with the number of the choice before it for others; ("left", ...)."""
+        waiting = Waiting(asyncio.get_running_loop())
+        reader: Any = Nobody()
+        subscriptions = [Subscription(reader, f"a{number}", -1, waiting) for number in range(num_choices)]
+        self.streams = ChoiceStreams(subscriptions, waiting)
+        self.relay = Relay(self.streams, Letters(), self, keep_alive_s=3600, outlet=outlet)
+
+    def close(self, choice: int, state: EndState, reason: str) -> None:
+        self.closed.append((choice, state, reason) if choice else (state, reason))
+
+    def leave(self, choices: Sequence[int]) -> None:
+        self.closed.append(("left", *choices))
+
+    def come(self, *events: StreamEvent, choice: int = 0) -> None:
+        subscription = self.streams.subscriptions[choice]
+        subscription.accept(subscription._feed, list(events), b"1-1")  # type: ignore[arg-type]
 
     def say(self, index: int, text: str) -> TokenEvent:
         return TokenEvent(index, 1, tuple(text.encode()))
@@ -88,9 +106,11 @@ class Answer:
         return b"".join([part async for part in self.relay])
 
 
-def run(test: Callable[[Answer], Coroutine[Any, Any, None]], outlet: Socket | None = None) -> None:
+def run(
+    test: Callable[[Answer], Coroutine[Any, Any, None]], outlet: Socket | None = None, num_choices: int = 1
+) -> None:
     async def main() -> None:
-        await test(Answer(outlet))
+        await test(Answer(outlet, num_choices))
 
     asyncio.run(main())
 
@@ -122,7 +142,7 @@ def test_a_batch_without_text_sends_nothing() -> None:
 
 def test_silence_becomes_keep_alive_comments() -> None:
     async def test(answer: Answer) -> None:
-        relay = Relay(answer.subscription, Letters(), lambda *end: None, keep_alive_s=0)
+        relay = Relay(answer.streams, Letters(), answer, keep_alive_s=0)
         assert [await anext(relay) for _ in range(3)] == [b"[", KEEP_ALIVE, KEEP_ALIVE]
 
     run(test)
@@ -163,50 +183,50 @@ def test_a_client_that_leaves_after_its_stop_string_does_not_make_it_a_cancellat
     run(test)
 
 
-def test_an_answer_that_cannot_be_rendered_ends_with_an_error_and_is_cancelled() -> None:
+def test_an_answer_that_cannot_be_rendered_ends_with_an_error_and_is_left() -> None:
     async def test(answer: Answer) -> None:
         assert await anext(answer.relay) == b"["
         answer.come(answer.say(0, "Y"))
         assert await answer.rest() == b"!ZeroDivisionError"
-        assert answer.closed == [("cancelled", "reader_lost")]
+        assert answer.closed == [("left", 0)]
 
     run(test)
 
 
-def test_a_client_that_left_gets_nothing_and_the_request_is_cancelled_once() -> None:
+def test_a_client_that_left_gets_nothing_and_the_request_is_left_once() -> None:
     async def test(answer: Answer) -> None:
         assert await anext(answer.relay) == b"["
-        answer.subscription.fail(ClientGone())
+        answer.streams.fail(ClientGone())
         assert await answer.rest() == b""
         answer.relay.finish()
-        assert answer.closed == [("cancelled", "disconnect")]
+        assert answer.closed == [("left", 0)]
 
     run(test)
 
 
-def test_an_answer_that_nobody_iterates_to_its_end_is_cancelled() -> None:
+def test_an_answer_that_nobody_iterates_to_its_end_is_left() -> None:
     async def test(answer: Answer) -> None:
         assert await anext(answer.relay) == b"["
         await answer.relay.close()
-        assert answer.closed == [("cancelled", "disconnect")]
+        assert answer.closed == [("left", 0)]
         assert await answer.rest() == b""
 
     run(test)
 
 
-def test_a_cancelled_task_cancels_the_request() -> None:
+def test_a_cancelled_task_leaves_the_request() -> None:
     async def test(answer: Answer) -> None:
         task = asyncio.ensure_future(answer.rest())
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert answer.closed == [("cancelled", "disconnect")]
+        assert answer.closed == [("left", 0)]
 
     run(test)
 
 
-def test_a_finished_answer_is_not_cancelled_by_the_clean_up() -> None:
+def test_a_finished_answer_is_not_left_by_the_clean_up() -> None:
     async def test(answer: Answer) -> None:
         answer.come(END.__class__(0, 1, "finished", "stop"))
         assert await answer.rest() == b"[finished]"
@@ -290,6 +310,85 @@ def test_a_failure_on_the_way_to_the_outlet_is_told_by_the_task() -> None:
         await asyncio.sleep(0)
         answer.come(answer.say(0, "Y"))
         assert await rest == b"[!ZeroDivisionError"
-        assert answer.closed == [("cancelled", "reader_lost")]
+        assert answer.closed == [("left", 0)]
 
     run(test, socket)
+
+
+def test_choices_are_shown_as_they_come_and_the_answer_closes_after_the_last() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "A"), choice=1)
+        assert await anext(answer.relay) == b"A"
+        answer.come(TerminalEvent(1, 1, "finished", "length"), choice=1)
+        answer.come(answer.say(0, "BC"))
+        assert await anext(answer.relay) == b"BCfinished"
+        answer.come(END)
+        assert await answer.rest() == b"finished]"
+        assert answer.closed == []
+
+    run(test, num_choices=2)
+
+
+def test_a_stop_string_closes_its_choice_only() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "AZ"), choice=1)
+        answer.come(answer.say(0, "B"))
+        assert await anext(answer.relay) == b"BA"
+        assert answer.closed == [(1, "finished", "stop")]
+
+    run(test, num_choices=3)
+
+
+def test_a_choice_that_fails_ends_the_answer_and_closes_the_others_that_are_not_over() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(answer.say(0, "A"), TerminalEvent(1, 1, "finished", "stop"))
+        answer.come(answer.say(0, "Z"), choice=3)
+        answer.come(answer.say(0, "B"), TerminalEvent(1, 1, "failed", "poison"), choice=1)
+        answer.come(answer.say(0, "C"), choice=2)
+        assert await answer.rest() == b"AfinishedB?poison"
+        assert answer.closed == [(2, "cancelled", "other_choice_failed"), (3, "cancelled", "other_choice_failed")]
+        answer.relay.finish()
+        assert len(answer.closed) == 2
+
+    run(test, num_choices=4)
+
+
+def test_stopping_one_choice_stops_the_others() -> None:
+    async def test(answer: Answer) -> None:
+        answer.come(TerminalEvent(0, 1, "cancelled", "stopped"))
+        assert await answer.rest() == b"[?stopped"
+        assert answer.closed == [(1, "cancelled", "stopped")]
+
+    run(test, num_choices=2)
+
+
+def test_a_client_that_leaves_leaves_the_choices_that_are_not_over() -> None:
+    async def test(answer: Answer) -> None:
+        assert await anext(answer.relay) == b"["
+        answer.come(TerminalEvent(0, 1, "finished", "stop"))
+        answer.come(answer.say(0, "Z"), choice=2)
+        assert await anext(answer.relay) == b"finished"
+        answer.streams.fail(ClientGone())
+        assert await answer.rest() == b""
+        assert answer.closed == [(2, "finished", "stop"), ("left", 1, 3)]
+
+    run(test, num_choices=4)
+
+
+def test_tokens_of_every_choice_go_straight_to_the_outlet() -> None:
+    socket = Socket()
+
+    async def test(answer: Answer) -> None:
+        rest = asyncio.ensure_future(answer.rest())
+        await asyncio.sleep(0)
+        for number, letter in enumerate("ABC"):
+            answer.come(answer.say(0, letter), choice=number)
+        assert socket.written == b"ABC"
+        for number in range(3):
+            answer.come(TerminalEvent(1, 1, "finished", "length"), choice=number)
+        assert await rest == b"[finishedfinishedfinished]"
+
+    run(test, socket, num_choices=3)

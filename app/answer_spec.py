@@ -1,0 +1,92 @@
+"""What a web process has to know to render an answer, as data: kept with the request, so that any of them can.
+
+Owns the spec of one answer and its bytes. Refuses to know tokens, and what it is rendered into (`app.answer_text`,
+`app.openai_out`). A spec of another version, or a damaged one, raises `SpecError`: it is never guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import orjson
+
+SPEC_VERSION = 1
+
+Kind = Literal["chat", "completion"]
+
+
+class SpecError(ValueError):
+    """Bytes that this version cannot read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSpec:
+    """One answer: of `n` choices for each of `num_prompts` prompts (a chat has one)."""
+
+    request_id: str
+    kind: Kind
+    created_s: int
+    model: str
+    system_fingerprint: str | None = None
+    n: int = 1
+    num_prompts: int = 1
+    num_prompt_tokens: int = 0
+    """Of all prompts together."""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    """Every chunk has the usage so far."""
+    stop: tuple[str, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
+    """End the output: they are no text, and do not count as tokens of the completion."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens to show beside each token; None: no log probabilities at all."""
+    tool_format: str = ""
+    """How the model spells tool calls (`app.tool_calls`); empty: none are looked for."""
+    tool_names: tuple[str, ...] = ()
+    """What may be called."""
+    are_calls_enforced: bool = False
+    """A grammar sees to it that what begins as a call goes on as one."""
+    forced_tool: bool = False
+    """One function was demanded by its name: then an answer that calls it ends with "stop"."""
+    reasoning_format: Literal["", "think", "think-open"] = ""
+    """How the model marks what it thinks (`app.reasoning`); empty: it is not looked for."""
+    echo: tuple[str, ...] = ()
+    """Put before the choices, for each prompt its text; empty: nothing is."""
+    service_tier: str = ""
+    """Which one it was, if the request had asked for one."""
+    store: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    background: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * self.num_prompts
+
+    @property
+    def choice_ids(self) -> tuple[str, ...]:
+        """The request ids of the choices; the first is the answer's own."""
+        return choice_ids(self.request_id, self.num_choices)
+
+    def encode(self) -> bytes:
+        return orjson.dumps({"v": SPEC_VERSION, **asdict(self)})
+
+
+def choice_ids(request_id: str, num_choices: int) -> tuple[str, ...]:
+    return (request_id, *(f"{request_id}.{number}" for number in range(1, num_choices)))
+
+
+def decode_spec(data: bytes) -> AnswerSpec:
+    """Raises SpecError."""
+    try:
+        raw = orjson.loads(data)
+        version = raw.pop("v")
+        if version != SPEC_VERSION:
+            raise SpecError(f"version {version}, this process knows {SPEC_VERSION}")
+        for name in ("stop", "end_token_ids", "tool_names", "echo"):
+            raw[name] = tuple(raw[name])
+        return AnswerSpec(**raw)
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise SpecError(f"not the spec of an answer ({error})") from error

@@ -1,0 +1,246 @@
+"""A checked request to its answer over HTTP: put on offer, or joined, then streamed or gathered.
+
+Owns what every generating endpoint does alike once it has an `Ask`, and how an answer is delivered from its spec:
+the first time, to a second client with the same idempotency key, and to one that comes back for the rest. Refuses to
+know Redis, and the JSON of requests. What may block runs in a worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import orjson
+from falcon import MEDIA_JSON
+from falcon.asgi import Request, Response
+from redis.exceptions import RedisError
+
+from app.admission import Admission, Admitted, Ask
+from app.answer_spec import AnswerSpec
+from app.answer_text import ChoiceText, text_machine
+from app.answers import Closer, OpenAnswers, Reading
+from app.api_keys import KEY_NAME
+from app.completions_out import CompletionShape
+from app.disconnect import CONNECTION, OUTLET
+from app.errors import ended_early, failed_here, invalid, model_not_found, queue_unreachable
+from app.logprobs_out import TokenNames
+from app.openai_out import ChatShape, ChunkStream, Shape, WholeChoice, completion, progress, workers_of
+from app.text_edge import TextEdge
+from bridge.choices import ChoiceStreams, Source, open_streams
+from bridge.collect import EndedEarly, collect
+from bridge.history import History
+from bridge.relay import ClientGone, Relay
+from bridge.subscription import StreamLost, Waiting
+from tasks.contract import StreamEvent
+from tasks.record import Idempotency, RecordState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_KEY_LENGTH = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the headers of a request ask for."""
+
+    outlives_reader: bool
+    idempotency: Idempotency | None
+
+
+class States(Protocol):
+    """`tasks.record.RequestRecords`, as far as it is used here."""
+
+    def state(self, request_id: str) -> RecordState | None: ...
+
+
+class Answering:
+    def __init__(
+        self,
+        *,
+        text_edges: Mapping[str, TextEdge],
+        admission: Admission,
+        records: States,
+        history: History,
+        source: Source,
+        answers: OpenAnswers,
+        closer: Closer,
+        pool: Executor,
+        keep_alive_s: float,
+    ) -> None:
+        self._text_edges = text_edges
+        self._names = {model: TokenNames(edge.token_name) for model, edge in text_edges.items()}
+        self._admission = admission
+        self._records = records
+        self._history = history
+        self._source = source
+        self._answers = answers
+        self._closer = closer
+        self._pool = pool
+        self._keep_alive_s = keep_alive_s
+
+    def check_accepting(self) -> None:
+        """Raises ApiError once the process is shutting down."""
+        self._answers.check_accepting()
+
+    async def answer(self, req: Request, resp: Response, ask: Ask) -> None:
+        """The whole way of a new request. Raises ApiError."""
+        admitted = await self._admit(ask)
+        spec = admitted.spec
+        resp.set_header("x-request-id", spec.request_id)
+        if admitted.is_joined:
+            resp.set_header("x-idempotent-replay", "true")
+        if not ask.is_read:
+            resp.content_type = MEDIA_JSON
+            resp.data = orjson.dumps(await self.state(spec))
+            return
+        await self.deliver(req, resp, spec, attach=admitted.is_joined)
+
+    async def deliver(
+        self,
+        req: Request,
+        resp: Response,
+        spec: AnswerSpec,
+        *,
+        stream: bool | None = None,
+        position: Sequence[int] | None = None,
+        attach: bool = False,
+    ) -> None:
+        """Sends the answer from its start, or what comes after `position`; as the spec says, unless `stream` does.
+
+        `attach` if this process is perhaps no reader of it yet. Raises ApiError.
+        """
+        texts = self.choice_texts(spec, position)
+        # From here on somebody must leave the generation, whatever happens: the relay or the collector.
+        connection = req.scope[CONNECTION]
+        connection.name = spec.request_id
+        reading = Reading(self._closer, spec.choice_ids)
+        connection.at_end(reading.end)
+        if attach:
+            await self._attach(spec, reading)
+        streams = open_streams(self._source, spec.choice_ids, Waiting(asyncio.get_running_loop()))
+        self._answers.add(streams)
+        connection.at_end(partial(self._answers.discard, streams))
+        connection.on_gone(lambda: streams.fail(ClientGone()))
+        if spec.stream if stream is None else stream:
+            self._stream(req, resp, streams, ChunkStream(spec, self.shape(spec), texts, position), reading)
+        else:
+            await self._gather(resp, spec, streams, [WholeChoice(text) for text in texts], reading)
+
+    def shape(self, spec: AnswerSpec) -> Shape:
+        names = self._names[spec.model]
+        return ChatShape(names) if spec.kind == "chat" else CompletionShape(names, spec)
+
+    def choice_texts(self, spec: AnswerSpec, position: Sequence[int] | None = None) -> list[ChoiceText]:
+        """Raises ApiError if the model is not served here."""
+        edge = self._text_edges.get(spec.model)
+        if edge is None:
+            raise model_not_found(spec.model)
+        return [
+            ChoiceText(
+                spec,
+                edge.detokenizer(spec.stop),
+                text_machine(spec, number),
+                -1 if position is None else position[number],
+            )
+            for number in range(spec.num_choices)
+        ]
+
+    async def state(self, spec: AnswerSpec) -> dict[str, Any]:
+        """How far the answer is, with what is known of it. Raises ApiError."""
+        choices = [WholeChoice(text) for text in self.choice_texts(spec)]
+        try:
+            events, is_claimed = await self.in_thread(partial(self._look, spec))
+        except StreamLost as error:
+            raise failed_here(error) from error
+        for number, one in enumerate(choices):
+            one.take(events[number])
+            if one.is_satisfied and one.end_event is None:
+                # Whoever should have seen it is gone.
+                self._closer.close_soon(spec.choice_ids[number], "finished", "stop")
+        return progress(spec, self.shape(spec), choices, is_claimed)
+
+    def _look(self, spec: AnswerSpec) -> tuple[list[list[StreamEvent]], bool]:
+        record = self._records.state(spec.request_id)
+        return self._history.read(spec.choice_ids), record is not None and record.state != "offered"
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """Runs what blocks. Raises ApiError when Redis is away."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        except RedisError as error:
+            logger.warning("Redis not reachable: %s", error)
+            raise queue_unreachable() from error
+
+    async def _admit(self, ask: Ask) -> Admitted:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._admission.admit, ask)
+        except RedisError as error:
+            # It may be on offer nevertheless: the reply was lost. Nobody would read it, except one that repeats it.
+            if ask.idempotency is not None:
+                self._closer.leave_soon(ask.spec.choice_ids)
+            else:
+                for choice_id in ask.spec.choice_ids:
+                    self._closer.close_soon(choice_id, "cancelled", "not_accepted")
+            logger.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
+            raise queue_unreachable() from error
+
+    async def _attach(self, spec: AnswerSpec, reading: Reading) -> None:
+        try:
+            await self.in_thread(partial(self._closer.attach, spec.choice_ids))
+        except BaseException:
+            reading.leave(range(spec.num_choices))
+            raise
+
+    def _stream(
+        self, req: Request, resp: Response, streams: ChoiceStreams, chunks: ChunkStream, reading: Reading
+    ) -> None:
+        relay = Relay(streams, chunks, reading, keep_alive_s=self._keep_alive_s, outlet=req.scope.get(OUTLET))
+        req.scope[CONNECTION].at_end(relay.finish)
+        resp.content_type = "text/event-stream; charset=utf-8"
+        resp.set_header("cache-control", "no-cache")
+        # nginx would otherwise collect the events before passing them on.
+        resp.set_header("x-accel-buffering", "no")
+        resp.stream = relay
+
+    async def _gather(
+        self, resp: Response, spec: AnswerSpec, streams: ChoiceStreams, choices: list[WholeChoice], reading: Reading
+    ) -> None:
+        try:
+            await collect(streams, choices, reading)
+        except ClientGone:
+            return
+        except EndedEarly as early:
+            raise ended_early(early.end) from early
+        except Exception as error:
+            raise failed_here(error) from error
+        resp.content_type = MEDIA_JSON
+        if workers := workers_of([one.end_event for one in choices if one.end_event is not None]):
+            resp.set_header("x-worker", workers)
+        resp.data = orjson.dumps(completion(spec, self.shape(spec), choices))
+
+
+def wishes_of(req: Request, body: bytes) -> Wishes:
+    """Raises ApiError for a header that has no meaning."""
+    on_disconnect = (req.get_header("x-disconnect") or "cancel").strip().lower()
+    if on_disconnect not in ("cancel", "continue"):
+        raise invalid("X-Disconnect", "The header X-Disconnect must be continue or cancel.")
+    key = req.get_header("idempotency-key")
+    if key is None:
+        return Wishes(on_disconnect == "continue", None)
+    if not 1 <= len(key) <= MAX_KEY_LENGTH:
+        raise invalid(
+            "Idempotency-Key", f"The header Idempotency-Key must have from 1 to {MAX_KEY_LENGTH} characters."
+        )
+    # A digest, so that what a client sends never becomes a part of the name of a key in Redis.
+    scope = req.scope.get(KEY_NAME) or ""
+    name = hashlib.sha256(b"\0".join([scope.encode(), key.encode()])).hexdigest()
+    digest = hashlib.sha256(b"\0".join([req.path.encode(), body])).hexdigest()
+    return Wishes(on_disconnect == "continue", Idempotency(name, digest))
