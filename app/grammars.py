@@ -57,6 +57,7 @@ def _problem_of(grammar: str) -> str:
 
 def _told(problem: str) -> str:
     """The library's message, for a client."""
+    problem = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", problem)
     for pattern, text in _WORDINGS:
         if found := re.search(pattern, problem, re.DOTALL):
             return found.expand(text)
@@ -96,7 +97,23 @@ def calls_or_json_grammar(
 ) -> str:
     """All of the answer is calls, or JSON that follows the schema."""
     rules = [f"answer: call{_further(format, is_parallel)} | json", f"json: {_json(schema)}"]
-    return _grammar([*rules, *_call(format, tools, _text(format.opening))], reasoning)
+    if format.opening:
+        return _grammar([*rules, *_call(format, tools, _text(format.opening))], reasoning)
+    # Both begin with a brace, so they have to be JSON alike.
+    calls = " | ".join(_json(_call_schema(format, name, arguments)) for name, arguments in tools)
+    return _grammar([*rules, f"call: {calls}"], reasoning)
+
+
+def _call_schema(format: ToolFormat, name: str, arguments: Schema) -> Schema:
+    definitions: Schema = {key: arguments[key] for key in ("$defs", "definitions", "x-guidance") if key in arguments}
+    inner = {key: value for key, value in arguments.items() if key not in definitions}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, format.arguments_key: inner},
+        "required": ["name", format.arguments_key],
+        "additionalProperties": False,
+        **definitions,
+    }
 
 
 def free_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
