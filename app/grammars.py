@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Final
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from app.errors import invalid
 from app.json_schema import Schema
@@ -37,7 +37,8 @@ _GAP: Final = r"/\n{0,2}/"
 
 def check_schema(schema: Schema, param: str) -> None:
     """Raises ApiError if no grammar can be made of it, naming the keyword where one is to blame."""
-    if problem := _problem_of(json_grammar(schema, "")):
+    grammar = json_grammar(schema, "")
+    if problem := _problem_of(grammar) or _dead_end_of(grammar):
         raise invalid(param, f"{param} cannot be enforced: {_told(problem)}", "unsupported_schema")
 
 
@@ -53,6 +54,19 @@ def _problem_of(grammar: str) -> str:
     # PERF: agents send the same tools with every request.
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
     return messages[0] if is_error else ""
+
+
+@lru_cache(maxsize=256)
+def _dead_end_of(grammar: str) -> str:
+    """Why nothing at all can follow a grammar, such as a reference to itself."""
+    matcher = LLMatcher(_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+    matcher.compute_bitmask()
+    return "nothing can follow it." if matcher.is_error() else ""
+
+
+@cache
+def _tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def _told(problem: str) -> str:

@@ -14,8 +14,10 @@ from app.fields import Field, ignored, read_body, refused
 from app.fields import check_headers as check_headers
 from app.generation_in import GENERATION_FIELDS, NAME, GenerationCall, generation_values
 from app.json_kinds import INT32_MAX, Anything, Boolean, Integer
+from app.json_schema import Schema
 from app.openai_messages import Messages
-from app.text_edge import ChatMessage
+from app.text_edge import ChatMessage, Tool
+from app.tools_in import AUTO, MAX_TOOLS, ResponseFormat, ToolChoice, ToolChoices, Tools, check_tool_choice
 
 _TEXT_ONLY = "The model reads and writes text only."
 _NO_SEARCH = "This server has no access to the web."
@@ -28,10 +30,15 @@ CHAT_FIELDS: Mapping[str, Field] = {
     **GENERATION_FIELDS,
     "logprobs": Field(Boolean(), default=False),
     "top_logprobs": Field(Integer(0, 20), note="Only with logprobs."),
+    "response_format": Field(
+        ResponseFormat(),
+        note="text, json_object and json_schema; a schema is enforced whether or not strict is true. A model that "
+        "thinks does so before.",
+    ),
+    "tools": Field(Tools(), default=(), note=f"At most {MAX_TOOLS} functions."),
+    "tool_choice": Field(ToolChoices(), default=AUTO, note="none, auto, required, a function, or allowed_tools."),
+    "parallel_tool_calls": Field(Boolean(), default=True, note="false: at most one call in an answer."),
     # Not applied: what asks for nothing is taken, anything else is refused.
-    "response_format": refused(Anything(), {"type": "text"}, why="Answers are plain text."),
-    "tools": refused(Anything(), [], why="Tools are not supported."),
-    "tool_choice": refused(Anything(), "none", "auto", why="Tools are not supported."),
     "functions": refused(Anything(), [], why="Deprecated by OpenAI: use tools."),
     "function_call": refused(Anything(), "none", "auto", why="Deprecated by OpenAI: use tool_choice."),
     "modalities": refused(Anything(), ["text"], why=_TEXT_ONLY),
@@ -39,7 +46,6 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "web_search_options": refused(Anything(), why=_NO_SEARCH),
     "moderation": refused(Anything(), why="Nothing is moderated here."),
     # Not applied: they do not change what an answer says.
-    "parallel_tool_calls": ignored(Boolean(), "There are no tools."),
     "store": ignored(Boolean(), "Nothing is kept that a client could ask for."),
     "prediction": ignored(Anything(), "It would only make an answer faster."),
     "reasoning_effort": ignored(NAME, "The models have no such control."),
@@ -56,6 +62,11 @@ class ChatCall(GenerationCall):
     """One checked chat request."""
 
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    json_schema: Schema | None = None
+    """What the answer has to follow; None: it is text."""
 
 
 def parse_chat(body: bytes) -> ChatCall:
@@ -63,8 +74,13 @@ def parse_chat(body: bytes) -> ChatCall:
     values = read_body(body, CHAT_FIELDS)
     if values["top_logprobs"] and not values["logprobs"]:
         raise invalid("top_logprobs", "top_logprobs may only be given when logprobs is true.")
+    check_tool_choice(values["tool_choice"], values["tools"])
     return ChatCall(
         messages=values["messages"],
+        tools=values["tools"],
+        tool_choice=values["tool_choice"],
+        parallel_tool_calls=values["parallel_tool_calls"],
+        json_schema=values["response_format"],
         num_logprobs=(values["top_logprobs"] or 0) if values["logprobs"] else None,
         **generation_values(values, values["max_completion_tokens"] or values["max_tokens"]),
     )

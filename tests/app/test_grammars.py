@@ -186,6 +186,7 @@ class TestJson:
             ({"type": "array", "minItems": 3, "maxItems": 2}, "minItems"),
             ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required"),
             ({"minimum": "a"}, "minimum"),
+            ({"$ref": "#"}, "nothing can follow"),
             ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "patternProperties"),
         ],
     )
