@@ -7,6 +7,7 @@ Owns the wording of the page; everything in it comes from the tables that check 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def values(schema: Mapping[str, Any]) -> str:
             limit = schema.get("maxLength", 2**31)
             return "string" if limit > 1 << 20 else f"string of at most {limit} characters"
         case "array":
-            item = values(schema["items"]) if schema.get("items") else "anything"
+            item = re.sub(r"object \(.*\)", "object", values(schema["items"]))
             most = f"at most {schema['maxItems']}: " if "maxItems" in schema else ""
             return f"list ({most}{item})"
         case "object":

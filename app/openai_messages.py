@@ -30,34 +30,35 @@ class Messages:
         return tuple(_message(entry, f"{param}[{number}]") for number, entry in enumerate(value))
 
     def schema(self) -> dict[str, Any]:
-        part = {
-            "type": "object",
-            "required": ["type", "text"],
-            "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-        }
-        content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": part}, {"type": "null"}]}
-        function = {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
-        }
-        call = {
-            "type": "object",
-            "required": ["id", "type", "function"],
-            "properties": {"id": {"type": "string"}, "type": {"enum": ["function"]}, "function": function},
-        }
-        message = {
-            "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {"enum": list(ROLES)},
-                "content": content,
-                "name": {"type": "string"},
-                "tool_calls": {"type": "array", "items": call},
-                "tool_call_id": {"type": "string"},
-            },
-        }
-        return {"type": "array", "minItems": 1, "items": message}
+        text, name = _TEXT.schema(), {"anyOf": [_TEXT.schema(), {"type": "null"}]}
+        function = _object(name=_NAME.schema(), arguments=text)
+        call = _object(id=text, function=function)
+        call["properties"]["type"] = {"enum": ["function"]}
+        calls = {"type": "array", "minItems": 1, "items": call}
+        texts, refusal = (
+            _object(type={"enum": ["text"]}, text=text),
+            _object(type={"enum": ["refusal"]}, refusal=text),
+        )
+        content, answer = _text_or(texts), _text_or({"anyOf": [texts, refusal]})
+        kinds = [
+            _object(role={"enum": ["system", "developer", "user"]}, content=content),
+            _object(role={"enum": ["assistant"]}, content=answer),
+            _object(role={"enum": ["assistant"]}, tool_calls=calls),
+            _object(role={"enum": ["tool"]}, content=content, tool_call_id=text),
+        ]
+        kinds[1]["properties"]["tool_calls"] = {"anyOf": [calls, {"type": "array", "maxItems": 0}, {"type": "null"}]}
+        kinds[2]["properties"]["content"] = {"anyOf": [answer, {"type": "array", "maxItems": 0}, {"type": "null"}]}
+        for kind in kinds:
+            kind["properties"]["name"] = name
+        return {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
+
+
+def _object(**members: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": list(members), "properties": members}
+
+
+def _text_or(part: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [_TEXT.schema(), {"type": "array", "minItems": 1, "items": part}]}
 
 
 def _message(value: Any, param: str) -> ChatMessage:

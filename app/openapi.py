@@ -146,7 +146,7 @@ def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
         found["requestBody"] = {"required": True, "content": {MEDIA_JSON: {"schema": schema}}}
     if "{model}" in operation.path:
         found["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
         ]
     return found
 

@@ -101,6 +101,39 @@ def test_the_schema_of_a_field_takes_what_its_check_takes(table: str) -> None:
     assert num_refused > 5
 
 
+MESSAGES: list[Any] = [
+    {"role": "user", "content": "x"},
+    {"role": "user", "content": [{"type": "text", "text": "x"}], "name": None},
+    {"role": "user", "content": [{"type": "refusal", "refusal": "x"}]},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]},
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": "x", "tool_calls": []},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}],
+    },
+    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "", "arguments": ""}}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "content": "x", "tool_call_id": "a"},
+    {"role": "tool", "content": "x"},
+    {"role": "robot", "content": "x"},
+    {"role": "user"},
+    "x",
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_schema_of_a_message_takes_exactly_what_its_check_takes(message: Any) -> None:
+    kind = CHAT_FIELDS["messages"].kind
+    try:
+        kind.read([message], "messages")
+    except ApiError:
+        is_taken = False
+    else:
+        is_taken = True
+    assert jsonschema_rs.Draft202012Validator(kind.schema()).is_valid([message]) == is_taken
+
+
 def test_the_page_in_docs_is_the_contract() -> None:
     assert (ROOT / "docs/compatibility.md").read_text() == page(), (
         "python -m app.compatibility > docs/compatibility.md"
