@@ -135,16 +135,19 @@ class ChunkStream:
         one = self._choices[choice]
         if one.is_plain and not self._spec.continuous_usage:
             text = one.push_text(events)
-            self._ids[choice] = one.last_index
             if not text:
                 return b""
+            # Not before: an event of another choice must not say that a token has been shown that was not.
+            self._ids[choice] = one.last_index
             self._has_sent = True
             # PERF: `_event`, spelled out.
             member = self._shape.member((Content(text),))
             return b"id: %b%b%b%b" % (self._id(), self._before[choice], member, self._after)
         parts = one.push(events)
+        if not parts:
+            return b""
         self._ids[choice] = one.last_index
-        return self._parts(choice, parts) if parts else b""
+        return self._parts(choice, parts)
 
     def ended(self, choice: int, end: TerminalEvent) -> bytes:
         """The rest of the text, and the finish chunk."""
