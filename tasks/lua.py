@@ -7,6 +7,7 @@ safe to send twice, so a call whose reply was lost may simply be sent again, by 
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -34,6 +35,7 @@ NAMES = (
 )
 
 
+@cache
 def source(name: str) -> str:
     """The whole text of script `name`: key templates, prelude, body."""
     folder = files("tasks") / "scripts"

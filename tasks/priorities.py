@@ -1,7 +1,7 @@
 """The classes of requests, and which of them is served next.
 
-Owns the rule: an offer counts as made `HEAD_START_MS` of its class later than it was, and the oldest comes first. So a
-class is served before the ones below it, and an offer below that has waited for as long as the difference comes
+Owns the rule: an offer counts as made `HEAD_START_MS` of its class later than it was, and the oldest comes first.
+So a class is served before the ones below it, and an offer below that has waited for as long as the difference comes
 before newer ones above: nothing starves, however many of a higher class keep coming. Re-offers come before all
 classes. The script `fetch` does the same to the messages in the queues; this is its specification.
 """

@@ -110,6 +110,7 @@ local function finish(r, state, reason, terminal, ended_by, stream_ttl)
     redis.call('SREM', READER_OPEN:format(reader), r.id)
   end
   redis.call('DEL', readers)
+  redis.call('PEXPIRE', out, redis.call('PTTL', req))
   local family = redis.call('HMGET', req, 'choices', 'idempotency')
   expire_choices(r.id, family[1] or r.id, family[2] or '', stream_ttl)
   event('ended', r.id, int(r.attempt), r.worker, r.model, details({

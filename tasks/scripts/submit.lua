@@ -33,13 +33,10 @@ end
 
 local key = IDEMPOTENCY:format(idempotency)
 if idempotency ~= '' then
+  -- A key lives as long as the record that it names; one whose record is gone already is free.
   local owner = redis.call('HMGET', key, 'id', 'digest')
-  local answer_of_owner = owner[1] and known(owner[1])
-  if answer_of_owner and owner[2] ~= digest then
-    return { 'conflict', owner[1] }
-  end
-  if answer_of_owner then
-    return answer_of_owner
+  if owner[1] and redis.call('EXISTS', REQUEST:format(owner[1])) == 1 then
+    return owner[2] == digest and known(owner[1]) or { 'conflict', owner[1] }
   end
 end
 local again = known(first)

@@ -1,0 +1,845 @@
+"""A whole cell under logical time: the real scripts on fakeredis, everything around them as plain state machines.
+
+Owns the schedule (one random generator, so a seed replays it), the faults, and the invariants that are checked after
+each event. Workers, web processes and clients call `RequestRecords` as `tasks.engine_loop`, `tasks.actors` and `app`
+do; the watchdog is the real one. Faults: workers and web processes crash, freeze and thaw, calls get lost
+before or after they took effect, calls come again much later, messages are dropped, doubled, delayed and reordered,
+Redis forgets its scripts or loses all data. `python -m tests.tasks.simulation SEED` prints a schedule.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import fakeredis
+from redis import Redis
+from redis.exceptions import ConnectionError, NoScriptError, RedisError
+
+from bridge.watchdog import Watchdog
+from decode.sampling import SamplingParams
+from tasks import keys
+from tasks.clients import connect_fake
+from tasks.contract import GenerationJob, TerminalEvent, TokenEvent, WorkerInfo, WorkerLoad, decode_entry
+from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
+from tasks.priorities import PRIORITIES
+from tasks.record import Append, Appended, Claimed, Failed, Idempotency, Refused, Reoffer, RequestRecords, Terminal
+from tasks.submit import Submitter
+
+MODEL = "m"
+START_MS = 1_700_000_000_000
+LEASE_MS = 500
+READER_LEASE_MS = 3_000
+STREAM_TTL_S = 600
+MAX_WAITING = 9
+MAX_ROUNDS = 300
+END_STATES = {"finished", "cancelled", "failed"}
+NO_WAY_BACK = {"poison", "no_worker", "first_token_deadline"}
+
+
+class Broken(AssertionError):
+    """An invariant does not hold; the message has the seed and the last events."""
+
+
+def token(request_id: str, index: int) -> int:
+    return (hash_of(request_id) * 31 + index * 7) % 50_000
+
+
+def length(request_id: str) -> int:
+    return 1 + hash_of(request_id) % 9
+
+
+def hash_of(text: str) -> int:
+    return sum((n + 1) * byte for n, byte in enumerate(text.encode()))
+
+
+class Compiled:
+    """Lua's runtime, compiling each script once. PERF: fakeredis compiles, and collects garbage, with every call."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._functions: dict[Any, Callable[[], Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def execute(self, script: Any) -> Any:
+        if script == "collectgarbage()":
+            return None
+        if script not in self._functions:
+            self._functions[script] = self._runtime.eval(b"function() " + script + b"\nend")
+        return self._functions[script]()
+
+
+class Server:
+    """One fakeredis for any number of schedules. PERF: scripts do not go through redis-py: a third of the cost."""
+
+    def __init__(self) -> None:
+        server: Any = fakeredis.FakeServer()
+        self.redis: Any = connect_fake(server, use="short")
+        self.redis.eval("return 1", 0)
+        server._lua_runtime = Compiled(server._lua_runtime)
+        connection = self.redis.connection_pool.get_connection()
+        connection.connect()
+        self._socket = connection._sock
+        self._lock = server.lock
+        self.books = Books(server)
+
+    def evalsha(self, sha: str, *args: Any) -> Any:
+        encoded = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args[1:]]
+        try:
+            with self._lock:
+                return self._socket.evalsha(sha.encode(), 0, *encoded)
+        except Exception as error:
+            if "NOSCRIPT" in str(getattr(error, "value", "")):
+                raise NoScriptError("NOSCRIPT") from None
+            raise AssertionError(f"a script failed: {getattr(error, 'value', error)}") from error
+
+
+class Books:
+    """What is in Redis, read without asking it. PERF: the invariants look at everything after every event."""
+
+    def __init__(self, server: Any) -> None:
+        self._database = server.dbs[0]
+
+    def _value(self, key: str) -> Any:
+        item = self._database.get(key.encode())
+        return None if item is None else item.value
+
+    def has(self, *names: str) -> bool:
+        return any(name.encode() in self._database for name in names)
+
+    def record(self, request_id: str) -> dict[str, str] | None:
+        found = self._value(keys.request(request_id))
+        if found is None:
+            return None
+        return {name.decode(): value.decode() for name, value in found.getall().items() if name != b"job"}
+
+    def entries(self, request_id: str, num_known: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Those of a stream after the first `num_known`."""
+        found = self._value(keys.out(request_id))
+        if found is None:
+            return []
+        return [(entry, dict(zip(pairs[::2], pairs[1::2], strict=True))) for entry, pairs in [*found][num_known:]]
+
+    def members(self, key: str) -> set[str]:
+        found = self._value(key)
+        return set() if found is None else {raw.decode() for raw in found}
+
+    def score(self, key: str, member: str) -> float | None:
+        found = self._value(key)
+        return None if found is None else found.get(member.encode())
+
+    def eternal(self) -> set[str]:
+        return {key.decode() for key in self._database if self._database[key].expireat is None}
+
+    def ttl_ms(self, key: str) -> float:
+        return 1000 * float(self._database[key.encode()].expireat - self._database.time)
+
+
+class Link:
+    """One process's way to Redis: it may be cut, and it may lose a call or its reply."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.is_cut = False
+
+    def evalsha(self, sha: str, num_keys: int, *args: Any) -> Any:
+        simulation = self._simulation
+        simulation.touch(args)
+        lost = simulation.loss()
+        if self.is_cut or lost == "call":
+            raise ConnectionError("the call got lost")
+        reply = simulation.server.evalsha(sha, num_keys, *args)
+        if simulation.chance(0.03):
+            simulation.late.append((sha, num_keys, args))
+        if lost == "reply":
+            raise ConnectionError("the reply got lost")
+        return reply
+
+    def script_load(self, text: str) -> None:
+        self._simulation.server.redis.script_load(text)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_cut:
+            raise ConnectionError("the call got lost")
+        return getattr(self._simulation.server.redis, name)
+
+
+@dataclass
+class Work:
+    """One assignment in a worker: what it has computed, and how much of that is published."""
+
+    request_id: str
+    attempt: int
+    tokens: list[int]
+    num_published: int
+    release_reason: str = ""
+
+
+@dataclass
+class Worker:
+    name: str
+    link: Link
+    records: RequestRecords
+    fingerprint: str
+    is_frozen: bool = False
+    beat_ms: int = 0
+    works: list[Work] = field(default_factory=list)
+    claims: list[tuple[str, int, str]] = field(default_factory=list)
+    """Claims whose answer did not come: (request id, attempt, claim id), sent again until it does."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.name, 1, "h", "cpu", MODEL, self.fingerprint, "fp32", 99, 4, 99, START_MS)
+
+
+@dataclass
+class Web:
+    name: str
+    link: Link
+    records: RequestRecords
+    is_frozen: bool = False
+    reading: set[str] = field(default_factory=set)
+    todo: list[Callable[[], object]] = field(default_factory=list)
+    """Calls that Redis has not taken yet, sent again until it does."""
+
+
+@dataclass
+class Ask:
+    """One request of a client."""
+
+    ids: list[str]
+    outlives: bool
+    key: str
+    digest: str
+    nonce: str
+
+
+@dataclass
+class Read:
+    """What has been read of a stream: nothing of it may ever change."""
+
+    num_entries: int = 0
+    attempt: int = 0
+    tokens: list[int] = field(default_factory=list)
+    end: TerminalEvent | None = None
+
+
+class Queue:
+    """Stands in for Dramatiq: delivers at least once, late, out of order, or not at all."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.messages: dict[str, list[tuple[str, int]]] = {}
+        self.delayed: list[tuple[str, str, int]] = []
+
+    def put(self, queue: str, request_id: str, attempt: int) -> None:
+        simulation = self._simulation
+        for _ in range(2 if simulation.chance(0.1) else 1):
+            if simulation.chance(0.08):
+                continue
+            if simulation.chance(0.1):
+                self.delayed.append((queue, request_id, attempt))
+                continue
+            messages = self.messages.setdefault(queue, [])
+            place = simulation.random.randrange(len(messages) + 1) if simulation.chance(0.1) else len(messages)
+            messages.insert(place, (request_id, attempt))
+
+    def requeue(self, reoffer: Reoffer) -> None:
+        self.put(reoffer.queue, reoffer.request_id, reoffer.attempt)
+
+    def take(self, queues: Sequence[str]) -> tuple[str, int] | None:
+        for queue in queues:
+            if self.messages.get(queue):
+                return self.messages[queue].pop(0)
+        return None
+
+    def is_empty(self, queue: str) -> bool:
+        return not self.messages.get(queue)
+
+    def deliver_delayed(self) -> None:
+        if self.delayed:
+            queue, request_id, attempt = self.delayed.pop(self._simulation.random.randrange(len(self.delayed)))
+            self.messages.setdefault(queue, []).append((request_id, attempt))
+
+
+class Simulation:
+    def __init__(self, server: Server, seed: int, num_events: int = 70) -> None:
+        server.redis.flushall()
+        self.server = server
+        self.books = server.books
+        self.seed = seed
+        self.num_events = num_events
+        self.random = random.Random(seed)
+        self.now_ms = START_MS
+        self.is_healed = False
+        self.trace: list[str] = []
+        self.seen: set[str] = set()
+        self.late: list[tuple[str, int, tuple[Any, ...]]] = []
+        self.queue = Queue(self)
+        self.num_names = 0
+        self.asks: list[Ask] = []
+        self.unknown: list[Ask] = []
+        """Asks whose client does not know whether they were accepted."""
+        self.accepted: dict[str, Ask] = {}
+        self.lost: set[str] = set()
+        self.owners: dict[str, str] = {}
+        self.touched: set[str] = set()
+        self.read: dict[str, Read] = {}
+        self.worker_names: set[str] = set()
+        self.web_names: set[str] = set()
+        self.workers = [self.new_worker() for _ in range(3)]
+        self.webs = [self.new_web() for _ in range(2)]
+        self.watchdog_link = Link(self)
+        self.watchdog = Watchdog(
+            cast(Redis, self.watchdog_link),
+            self.new_records(self.watchdog_link),
+            cast(Submitter, self.queue),
+            is_queue_empty=self.queue.is_empty,
+        )
+        for worker in self.workers:
+            self.beat(worker)
+
+    # -- chance
+
+    def chance(self, probability: float) -> bool:
+        return not self.is_healed and self.random.random() < probability
+
+    def loss(self) -> str:
+        if self.is_healed or self.random.random() > 0.06:
+            return ""
+        return self.random.choice(("call", "reply"))
+
+    def name(self, kind: str) -> str:
+        self.num_names += 1
+        return f"{kind}{self.num_names}"
+
+    def touch(self, args: Sequence[Any]) -> None:
+        self.touched.update(arg for arg in args if isinstance(arg, str) and arg in self.accepted)
+
+    # -- processes
+
+    def new_records(self, link: Link) -> RequestRecords:
+        return RequestRecords(cast(Redis, link), stream_ttl_s=STREAM_TTL_S, offer_deadline_ms=1000)
+
+    def new_worker(self) -> Worker:
+        link = Link(self)
+        name = self.name("w")
+        self.worker_names.add(name)
+        fingerprint = "fp2" if self.chance(0.1) else "fp1"
+        return Worker(name, link, self.new_records(link), fingerprint)
+
+    def new_web(self) -> Web:
+        link = Link(self)
+        name = self.name("web")
+        self.web_names.add(name)
+        return Web(name, link, self.new_records(link))
+
+    # -- what workers do
+
+    def beat(self, worker: Worker) -> None:
+        worker.beat_ms = self.now_ms
+        try:
+            worker.records.heartbeat(worker.info, WorkerLoad(), LEASE_MS, self.now_ms)
+        except RedisError:
+            self.seen.add("missed heartbeat")
+
+    def take(self, worker: Worker) -> None:
+        if worker.claims:
+            request_id, attempt, claim_id = worker.claims.pop(0)
+        elif len(worker.works) < 4 and (message := self.queue.take(keys.worker_queues(MODEL, worker.fingerprint))):
+            request_id, attempt = message
+            claim_id = self.name("claim")
+        else:
+            return
+        try:
+            claimed = worker.records.claim(
+                request_id, attempt, worker.name, worker.fingerprint, claim_id, now_ms=self.now_ms
+            )
+        except RedisError:
+            worker.claims.append((request_id, attempt, claim_id))
+        except Stale:
+            self.seen.add("stale message")
+        except FingerprintMismatch as refusal:
+            self.seen.add("another fingerprint")
+            self.queue.put(keys.queue_continue(MODEL, refusal.required), request_id, attempt)
+        else:
+            self.start(worker, attempt, claimed)
+
+    def start(self, worker: Worker, attempt: int, claimed: Claimed) -> None:
+        request_id = claimed.job.request_id
+        if claimed.token_ids:
+            self.seen.add("continued")
+        worker.works.append(Work(request_id, attempt, list(claimed.token_ids), len(claimed.token_ids)))
+
+    def step(self, worker: Worker) -> None:
+        appends: list[Append] = []
+        for work in worker.works:
+            total = length(work.request_id)
+            num_new = self.random.randrange(3) if not self.is_healed else 4
+            for index in range(len(work.tokens), min(total, len(work.tokens) + num_new)):
+                work.tokens.append(token(work.request_id, index))
+            end = Terminal("finished", "stop") if len(work.tokens) >= total else None
+            first = work.num_published if self.random.random() < 0.8 else max(0, work.num_published - 2)
+            appends.append(Append(work.request_id, work.attempt, first, tuple(work.tokens[first:]), 0, end))
+        if not appends:
+            return
+        try:
+            results = worker.records.append_many(appends, self.now_ms)
+        except RedisError:
+            self.seen.add("append without an answer")
+            if self.random.random() < 0.3:  # and the worker goes on as if it had come
+                for work in worker.works:
+                    work.num_published = len(work.tokens)
+            return
+        for work, item, result in zip(tuple(worker.works), appends, results, strict=True):
+            match result:
+                case Appended(next_index):
+                    work.num_published = next_index
+                    if item.terminal is not None:
+                        worker.works.remove(work)
+                case Refused("gap"):
+                    self.seen.add("gap")
+                    work.release_reason = "gap"
+                case Refused(reason):
+                    self.seen.add(f"refused {reason}")
+                    worker.works.remove(work)
+        self.release_due(worker)
+
+    def release_due(self, worker: Worker) -> None:
+        for work in [work for work in worker.works if work.release_reason]:
+            try:
+                outcome = worker.records.release(
+                    work.request_id, work.attempt, worker.name, work.release_reason, self.now_ms
+                )
+            except RedisError:
+                continue
+            worker.works.remove(work)
+            if isinstance(outcome, Reoffer):
+                self.seen.add(f"released {work.release_reason}")
+                self.queue.requeue(outcome)
+
+    def drain(self, worker: Worker) -> None:
+        for work in worker.works:
+            work.release_reason = work.release_reason or self.random.choice(("drain", "drain", "engine_error"))
+        self.release_due(worker)
+
+    def crash(self, worker: Worker) -> None:
+        """Its supervisor starts another, and may or may not get its word through."""
+        self.seen.add("crashed holding" if worker.works else "crashed idle")
+        self.workers[self.workers.index(worker)] = self.new_worker()
+        if self.chance(0.5):
+            self.server.redis.zadd(keys.workers(MODEL), {worker.name: 0}, xx=True)
+
+    # -- what web processes and their clients do
+
+    def submit(self, web: Web, ask: Ask | None = None) -> None:
+        ask = ask or self.new_ask()
+        jobs = [
+            GenerationJob(request_id, MODEL, (1, 2), SamplingParams(max_tokens=99), START_MS, self.priority_of(ask))
+            for request_id in ask.ids
+        ]
+        for request_id in ask.ids:
+            self.accepted.setdefault(request_id, ask)
+        idempotency = Idempotency(ask.key, ask.digest) if ask.key else None
+        try:
+            submitted = web.records.submit(
+                jobs,
+                reader=web.name,
+                outlive_reader=ask.outlives,
+                max_waiting=MAX_WAITING,
+                answer=b"spec",
+                idempotency=idempotency,
+                nonce=ask.nonce,
+                now_ms=self.now_ms,
+            )
+        except RedisError:
+            self.unsure(web, ask)
+            return
+        except (QueueFull, NoWorker) as refusal:
+            self.seen.add(type(refusal).__name__)
+            for request_id in ask.ids:
+                self.check(self.is_unknown(request_id), f"{request_id} was refused and is there")
+                del self.accepted[request_id]
+            return
+        if submitted.request_id != ask.ids[0]:
+            self.seen.add("joined")
+            for request_id in ask.ids:
+                self.check(self.is_unknown(request_id), f"{request_id} joined another and is there")
+                del self.accepted[request_id]
+        if ask.key:
+            owner = self.owners.setdefault(ask.key, submitted.request_id)
+            self.check(owner == submitted.request_id, f"{ask.key} led to {owner} and to {submitted.request_id}")
+        family = self.accepted[submitted.request_id]
+        web.reading |= set(family.ids)
+        if submitted.created:
+            for job in jobs:
+                self.queue.put(keys.queue_new(MODEL, job.priority), job.request_id, 1)
+            self.seen.add("several choices" if len(jobs) > 1 else "one choice")
+
+    def unsure(self, web: Web, ask: Ask) -> None:
+        """A client with a key asks again, after a while; for one without, the web process ends what may be there."""
+        self.seen.add("submit without an answer")
+        if ask.key:
+            self.unknown.append(ask)
+            return
+        for request_id in ask.ids:
+            self.later(
+                web,
+                lambda request_id=request_id: web.records.close(
+                    request_id, "cancelled", "not_accepted", now_ms=self.now_ms
+                ),
+            )
+
+    def new_ask(self) -> Ask:
+        old = self.random.choice(self.asks) if self.asks and self.chance(0.3) else None
+        request_id = self.name("r")
+        num_choices = self.random.choice((1, 1, 1, 2, 3))
+        key = old.key if old else (f"key-{request_id}" if self.random.random() < 0.3 else "")
+        ask = Ask(
+            [request_id, *(f"{request_id}.{n}" for n in range(1, num_choices))],
+            self.random.random() < 0.25,
+            key,
+            "digest",
+            self.name("n"),
+        )
+        self.asks.append(ask)
+        return ask
+
+    def priority_of(self, ask: Ask) -> Any:
+        return PRIORITIES[hash_of(ask.ids[0]) % len(PRIORITIES)]
+
+    def retry(self, web: Web) -> None:
+        """The client of a submit without an answer comes again, as another request with the same key."""
+        if self.unknown:
+            ask = self.unknown.pop(0)
+            ids = [request_id.replace("r", "again", 1) for request_id in ask.ids]
+            self.submit(web, Ask(ids, ask.outlives, ask.key, ask.digest, self.name("n")))
+
+    def later(self, web: Web, call: Callable[[], object]) -> None:
+        web.todo.append(call)
+        self.do_todo(web)
+
+    def do_todo(self, web: Web) -> None:
+        todo, web.todo = web.todo, []
+        for call in todo:
+            try:
+                call()
+            except RedisError:
+                web.todo.append(call)
+
+    def some_family(self) -> list[str]:
+        return self.random.choice(sorted(self.accepted.values(), key=lambda ask: ask.ids)).ids
+
+    def leave(self, web: Web) -> None:
+        """A client of this web process disconnects."""
+        reading = sorted(web.reading)
+        if not reading:
+            return
+        ids = [request_id for request_id in self.accepted[self.random.choice(reading)].ids if request_id in reading]
+        web.reading -= set(ids)
+        grace_ms = self.random.choice((0, 0, 2_000))
+        self.later(web, lambda: web.records.detach(ids, web.name, grace_ms, now_ms=self.now_ms))
+
+    def resume(self, web: Web) -> None:
+        if not self.accepted:
+            return
+        ids = self.some_family()
+        try:
+            web.records.attach(ids, web.name, self.now_ms)
+        except RedisError:
+            self.later(web, lambda: web.records.detach(ids, web.name, now_ms=self.now_ms))
+            return
+        web.reading |= set(ids)
+
+    def stop(self, web: Web) -> None:
+        if not self.accepted:
+            return
+        request_id = self.random.choice(self.some_family())
+        was_over = self.is_over(request_id)
+        try:
+            closed = web.records.close(request_id, "cancelled", "stopped", now_ms=self.now_ms)
+        except RedisError:
+            return
+        self.check(closed != was_over, f"{request_id} was over: {was_over}, and could be closed: {closed}")
+
+    def beat_web(self, web: Web) -> None:
+        try:
+            if not web.records.reader_heartbeat(web.name, READER_LEASE_MS, self.now_ms) and web.reading:
+                self.seen.add("reader was forgotten")
+                web.records.attach(sorted(web.reading), web.name, self.now_ms)
+        except RedisError:
+            pass
+        self.do_todo(web)
+
+    def crash_web(self, web: Web) -> None:
+        self.seen.add("web crashed")
+        self.webs[self.webs.index(web)] = self.new_web()
+
+    # -- what happens to Redis
+
+    def flush_scripts(self) -> None:
+        self.server.redis.script_flush()
+
+    def lose_data(self) -> None:
+        self.seen.add("lost data")
+        self.server.redis.flushall()
+        self.lost |= set(self.accepted)
+        self.read.clear()
+        self.accepted.clear()
+        self.late.clear()
+        self.unknown.clear()
+        self.owners.clear()
+        self.asks.clear()
+        for web in self.webs:
+            web.reading.clear()
+
+    def call_again(self) -> None:
+        """A call that took effect long ago arrives a second time, with the time of now."""
+        if self.late:
+            sha, num_keys, args = self.late.pop(self.random.randrange(len(self.late)))
+            self.touch(args)
+            try:
+                self.server.evalsha(sha, num_keys, self.now_ms, *args[1:])
+                self.seen.add("called again")
+            except NoScriptError:
+                pass
+
+    def watch(self) -> None:
+        try:
+            done = self.watchdog.tick(self.now_ms)
+        except RedisError:
+            self.seen.add("watchdog failed")
+            return
+        for outcome in done.failed:
+            assert isinstance(outcome, Failed)
+            self.seen.add(outcome.reason)
+        if done.cancelled:
+            self.seen.add("nobody read")
+        self.check_nothing_is_held_by_the_dead()
+
+    # -- the schedule
+
+    def run(self) -> None:
+        for _ in range(self.num_events):
+            self.event()
+        self.heal()
+
+    def event(self) -> None:
+        self.now_ms += self.random.choice((0, 1, 5, 20, 60, 200))
+        worker, web = self.random.choice(self.workers), self.random.choice(self.webs)
+        roll = self.random.random()
+        for each in self.workers:
+            if not each.is_frozen and self.now_ms >= each.beat_ms + 200:
+                self.beat(each)
+        if roll < 0.05:
+            self.fault(worker, web)
+        elif roll < 0.50:
+            if not worker.is_frozen:
+                self.work(worker)
+        elif roll < 0.62:
+            self.happen("watch", "", self.watch)
+        elif roll < 0.66:
+            self.happen("call again", "", self.call_again)
+        elif roll < 0.69:
+            self.happen("deliver", "", self.queue.deliver_delayed)
+        elif not web.is_frozen:
+            action = self.random.choice(
+                (self.submit, self.submit, self.submit, self.leave, self.resume, self.stop, self.retry, self.beat_web)
+            )
+            self.happen(action.__name__, web.name, lambda: action(web))
+
+    def work(self, worker: Worker) -> None:
+        action = self.random.choice((self.take, self.take, self.step, self.step, self.step, self.step))
+        if self.random.random() < 0.04:
+            action = self.drain
+        self.happen(action.__name__, worker.name, lambda: action(worker))
+
+    def fault(self, worker: Worker, web: Web) -> None:
+        kind = self.random.randrange(40)
+        if kind < 8:
+            self.happen("crash", worker.name, lambda: self.crash(worker))
+        elif kind < 16:
+            self.happen("freeze or thaw", worker.name, lambda: setattr(worker, "is_frozen", not worker.is_frozen))
+        elif kind < 24:
+            self.happen("cut or mend", worker.name, lambda: setattr(worker.link, "is_cut", not worker.link.is_cut))
+        elif kind < 28:
+            self.happen("crash", web.name, lambda: self.crash_web(web))
+        elif kind < 32:
+            self.happen("freeze or thaw", web.name, lambda: setattr(web, "is_frozen", not web.is_frozen))
+        elif kind < 35:
+            self.happen("cut or mend", web.name, lambda: setattr(web.link, "is_cut", not web.link.is_cut))
+        elif kind < 37:
+            self.happen("flush scripts", "", self.flush_scripts)
+        elif kind < 39:
+            self.happen("pause", "", lambda: setattr(self, "now_ms", self.now_ms + 4_000))
+        elif self.random.random() < 0.5:
+            self.happen("lose data", "", self.lose_data)
+
+    def happen(self, what: str, who: str, call: Callable[[], object]) -> None:
+        self.trace.append(f"{self.now_ms - START_MS:6d} {who or '-':6s} {what}")
+        self.touched.clear()
+        call()
+        for request_id in sorted(self.touched):
+            if request_id in self.accepted:
+                self.check_request(request_id)
+        if len(self.trace) % 20 == 0:
+            self.check_everything()
+
+    def heal(self) -> None:
+        """From now on nothing goes wrong; in bounded time every accepted request has to be over."""
+        self.is_healed = True
+        self.watchdog_link.is_cut = False
+        for process in (*self.workers, *self.webs):
+            process.link.is_cut = process.is_frozen = False
+        while self.unknown:
+            self.happen("retry", self.webs[0].name, lambda: self.retry(self.webs[0]))
+        self.workers.append(self.new_worker())
+        self.workers[-1].fingerprint = "fp2"
+        for _ in range(MAX_ROUNDS):
+            self.round()
+            if all(self.is_over(request_id) for request_id in self.accepted):
+                break
+        for worker in self.workers:
+            self.happen("step", worker.name, lambda worker=worker: self.step(worker))
+        self.check_the_end()
+
+    def round(self) -> None:
+        self.now_ms += 200
+        for worker in self.workers:
+            self.beat(worker)
+            for _ in range(4):
+                if worker.claims or any(self.queue.messages.values()):
+                    self.happen("take", worker.name, lambda worker=worker: self.take(worker))
+            if worker.works:
+                self.happen("step", worker.name, lambda worker=worker: self.step(worker))
+        for web in self.webs:
+            self.happen("beat_web", web.name, lambda web=web: self.beat_web(web))
+        self.happen("watch", "", self.watch)
+
+    # -- what must be true
+
+    def check(self, is_true: bool, message: str) -> None:
+        if not is_true:
+            last = "\n".join(self.trace[-25:])
+            raise Broken(f"seed {self.seed}, after event {len(self.trace)}: {message}\n{last}")
+
+    def is_unknown(self, request_id: str) -> bool:
+        return not self.books.has(keys.request(request_id), keys.out(request_id), keys.readers_of(request_id))
+
+    def is_over(self, request_id: str) -> bool:
+        state = self.books.record(request_id)
+        return state is None or state["state"] in END_STATES
+
+    def check_request(self, request_id: str) -> None:
+        state = self.books.record(request_id)
+        if state is None:
+            self.check(self.is_unknown(request_id), f"{request_id} has no record but a stream or readers")
+            return
+        read = self.check_stream(request_id)
+        self.check(int(state["next_index"]) == len(read.tokens), f"{request_id} counts {state['next_index']} tokens")
+        is_over = state["state"] in END_STATES
+        self.check(is_over == (read.end is not None), f"{request_id} is {state['state']}, its stream: {read.end}")
+        if read.end is not None:
+            self.check_end(request_id, state, read.tokens, read.end)
+        self.check_books(request_id, state, is_over)
+
+    def check_stream(self, request_id: str) -> Read:
+        read = self.read.setdefault(request_id, Read())
+        for entry, fields in self.books.entries(request_id, read.num_entries):
+            event = decode_entry(entry, fields)
+            read.num_entries += 1
+            self.check(read.end is None, f"{request_id}: {event} after the end")
+            self.check(event.index == len(read.tokens), f"{request_id}: {event} where {len(read.tokens)} should be")
+            self.check(event.attempt >= read.attempt, f"{request_id}: {event} after attempt {read.attempt}")
+            read.attempt = event.attempt
+            match event:
+                case TokenEvent():
+                    expected = tuple(token(request_id, event.index + n) for n in range(len(event.token_ids)))
+                    self.check(event.token_ids == expected, f"{request_id}: {event}, not {expected}")
+                    read.tokens += event.token_ids
+                case TerminalEvent():
+                    read.end = event
+        return read
+
+    def check_end(self, request_id: str, state: dict[str, str], tokens: list[int], end: TerminalEvent) -> None:
+        self.check((state["state"], state["reason"]) == (end.state, end.reason), f"{request_id}: {state} and {end}")
+        if end.state == "finished":
+            self.check(len(tokens) == length(request_id), f"{request_id} has finished after {len(tokens)} tokens")
+        if end.state == "failed":
+            self.check(end.reason in NO_WAY_BACK, f"{request_id} failed: {end.reason}")
+        self.check("job" not in state, f"{request_id} keeps its job")
+        if end.reason == "disconnect":
+            self.check(state["outlives"] == "0", f"{request_id} was to outlive its readers")
+
+    def check_books(self, request_id: str, state: dict[str, str], is_over: bool) -> None:
+        books = self.books
+        holders = {name for name in self.worker_names if request_id in books.members(keys.held(name))}
+        is_held = state["state"] in ("claimed", "streaming")
+        self.check(
+            holders == ({state["worker"]} if is_held else set()), f"{request_id} is held by {holders}: {state}"
+        )
+        waits = [each for each in PRIORITIES if books.score(keys.waiting(MODEL, each), request_id) is not None]
+        is_offered = state["state"] == "offered"
+        self.check(waits == ([state["class"]] if is_offered else []), f"{request_id} waits in {waits}: {state}")
+        self.check((books.score(keys.DUE, request_id) is None) == is_over, f"{request_id} due or not: {state}")
+        readers = books.members(keys.readers_of(request_id))
+        opened = {name for name in self.web_names if request_id in books.members(keys.reader_open(name))}
+        self.check(readers == opened, f"{request_id} is read by {readers}, open in {opened}")
+        for name in readers:
+            self.check(books.score(keys.READERS, name) is not None, f"{request_id}: nobody watches {name}")
+        if is_over:
+            self.check(not readers, f"{request_id} is over and read by {readers}")
+        elif state["outlives"] == "0":
+            self.check(bool(readers) != ("unread_ms" in state), f"{request_id}: {readers}, {state}")
+
+    def check_nothing_is_held_by_the_dead(self) -> None:
+        """Once the watchdog has been there. A claim that came after the funeral is found at its due time."""
+        for name in self.worker_names:
+            lease = self.books.score(keys.workers(MODEL), name)
+            if lease is None or lease <= self.now_ms:
+                for request_id in self.books.members(keys.held(name)):
+                    due = self.books.score(keys.DUE, request_id)
+                    self.check(due is not None and due <= self.now_ms + 5_000, f"{name} is dead, holds {request_id}")
+        for name in self.web_names:
+            lease = self.books.score(keys.READERS, name)
+            if lease is None or lease <= self.now_ms:
+                self.check(not self.books.members(keys.reader_open(name)), f"{name} is dead and reads")
+
+    def check_everything(self) -> None:
+        for request_id in self.accepted:
+            self.check_request(request_id)
+        for request_id in self.lost:
+            self.check(self.is_unknown(request_id), f"{request_id} was lost and has come back")
+
+    def check_the_end(self) -> None:
+        self.check_everything()
+        for request_id, ask in self.accepted.items():
+            self.check(self.is_over(request_id), f"{request_id} has no end: {self.books.record(request_id)}")
+            if not self.is_unknown(request_id):
+                ttl_ms = self.books.ttl_ms(keys.request(request_id))
+                self.check(0 < ttl_ms <= STREAM_TTL_S * 1000, f"{request_id} of {ask.ids} is kept for {ttl_ms} ms")
+        self.check(not any(worker.works for worker in self.workers), "a worker still works")
+        left = [keys.DUE, *(keys.waiting(MODEL, each) for each in PRIORITIES)]
+        left += [keys.held(name) for name in self.worker_names] + [keys.reader_open(name) for name in self.web_names]
+        for key in left:
+            self.check(not self.books.has(key), f"{key} is left behind: {self.books.members(key)}")
+        eternal = self.books.eternal()
+        self.check(eternal <= {keys.EVENTS}, f"kept for ever: {eternal}")
+
+
+def main() -> None:
+    simulation = Simulation(Server(), int(sys.argv[1]))
+    try:
+        simulation.run()
+    finally:
+        print("\n".join(simulation.trace))
+        print(sorted(simulation.seen))
+
+
+if __name__ == "__main__":
+    main()
