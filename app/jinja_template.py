@@ -105,7 +105,8 @@ class JinjaTemplate:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call, as an object that templates may look into; as JSON it is what the model wrote."""
+    """The arguments of a call, as an object that templates may look into; as JSON it is what the model wrote, which
+    need not be an object."""
 
     as_written: str
 
@@ -161,14 +162,13 @@ class _Texts:
             raise TemplateRefusal("the template leaves a system message, a tool, a call or its result out")
         return pieces
 
-    def _arguments(self, arguments: str, written: str) -> Any:
+    def _arguments(self, arguments: str, written: str) -> _Arguments:
         try:
             value = orjson.loads(arguments)
         except orjson.JSONDecodeError:
-            return written
-        if not isinstance(value, dict) or depth_exceeds(value, _MAX_ARGUMENTS_DEPTH):
-            return written
-        shown = _Arguments(self._show_inside(value))
+            value = None
+        is_object = isinstance(value, dict) and not depth_exceeds(value, _MAX_ARGUMENTS_DEPTH)
+        shown = _Arguments(self._show_inside(value) if is_object else {})
         shown.as_written = written
         return shown
 

@@ -143,7 +143,8 @@ def choose_format(source: str, template_tokens: Mapping[str, str]) -> ChatFormat
 
 def _native_tool_format(own: JinjaTemplate) -> ToolFormat | None:
     """The format in which the template itself writes calls; None if it knows no tools, or writes them otherwise."""
-    definition = {"type": "function", "function": {"name": "offer", "description": "A", "parameters": {}}}
+    parameters = {"type": "object", "properties": {"a": {"type": "integer", "description": "A"}}, "required": ["a"]}
+    definition = {"type": "function", "function": {"name": "offer", "description": "A", "parameters": parameters}}
     tools = [Tool("offer", definition, {})]
     question, call = ChatMessage("user", "A"), ChatMessage("assistant", "", (ToolCall("1", "NAME", '{"a":1}'),))
     try:
