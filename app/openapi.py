@@ -126,8 +126,7 @@ def _property(field: Field) -> Schema:
 def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
     content: dict[str, Any] = {MEDIA_JSON: {"schema": ref(operation.answer)}}
     if operation.chunk is not None:
-        # Each event's data is one chunk; the last one is `[DONE]`.
-        content["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": ref(operation.chunk)}
+        content["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": _event(operation.chunk)}
     responses = {"200": {"description": operation.summary, "content": content}}
     for status in sorted({*ALWAYS, *operation.errors}):
         responses[str(status)] = {
@@ -149,6 +148,17 @@ def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
         ]
     return found
+
+
+def _event(chunk: str) -> Schema:
+    """One server-sent event: its data is a chunk, or an error that ends the stream, and at last `[DONE]`."""
+    data = {
+        "type": "string",
+        "contentMediaType": MEDIA_JSON,
+        "contentSchema": {"anyOf": [ref(chunk), ref("Error")]},
+        "description": "The last event of a complete answer has `[DONE]` here.",
+    }
+    return {"type": "object", "required": ["data"], "properties": {"id": {"type": "string"}, "data": data}}
 
 
 class OpenApi:

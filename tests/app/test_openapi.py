@@ -18,7 +18,7 @@ from app.openai_in import CHAT_FIELDS
 from app.openapi import OPERATIONS, body_schema, document
 from app.response_schemas import SCHEMAS
 from app.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
-from tests.app.web import MODEL, Web, run
+from tests.app.web import HELLO, MODEL, Web, run
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -99,6 +99,40 @@ def test_the_schema_of_a_field_takes_what_its_check_takes(table: str) -> None:
                 assert schema.is_valid(value), (name, value)
     assert num_taken > 4
     assert num_refused > 5
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_answers_have_the_shapes_that_the_document_shows(path: str, stream: bool, fails: bool) -> None:
+    chat = "chat" in path
+    fields = {"messages": HELLO} if chat else {"prompt": "hi", "echo": True}
+    whole, chunk = ("ChatCompletion", "ChatCompletionChunk") if chat else ("Completion", "Completion")
+
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        body = orjson.dumps({"model": MODEL, "n": 2, "stream": stream, **fields})
+        exchange = await web.request("POST", path, body)
+        first = exchange.headers.get("x-request-id") or ("chatcmpl-1" if chat else "cmpl-1")
+        for request_id in (first, f"{first}.1"):
+            worker.claim(request_id)
+            worker.append(request_id, 0, 101, 102, end="engine_error" if fails else "stop")
+        await web.turn()
+        if not stream:
+            assert matches("Error" if fails else whole, exchange.json)
+            return
+        lines = [line[6:] for line in exchange.body.decode().split("\n") if line.startswith("data: ")]
+        last = lines.pop()
+        assert matches("Error", orjson.loads(last)) if fails else last == "[DONE]"
+        assert len(lines) > 1
+        assert all(matches(chunk, orjson.loads(line)) for line in lines)
+
+    run(test)
+
+
+def matches(name: str, value: Any) -> bool:
+    schema = {**SCHEMAS[name], "components": {"schemas": SCHEMAS}}
+    return jsonschema_rs.Draft202012Validator(schema).is_valid(value)
 
 
 MESSAGES: list[Any] = [
