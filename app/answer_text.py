@@ -139,9 +139,10 @@ class ChoiceText:
             self.num_reasoning_tokens = self.num_tokens
 
 
-def finish_reason(spec: AnswerSpec, choice: ChoiceText, end: TerminalEvent) -> str:
-    """Of a choice that has finished, as OpenAI spells it."""
-    reason = "stop" if choice.is_stopped else end.reason
+def finish_reason(spec: AnswerSpec, choice: ChoiceText, reason: str) -> str:
+    """Of a choice that has finished, as OpenAI spells it. `reason` is that of its terminal entry."""
+    if choice.is_stopped:
+        reason = "stop"
     if reason == "stop" and choice.has_tool_calls and not spec.forced_tool:
         return "tool_calls"
     return reason

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from app.admission import Admission, Admitted, Ask
 from app.answer_spec import AnswerSpec
 from app.answer_text import ChoiceText, text_machine
-from app.answers import Closer, OpenAnswers, Reading
+from app.answers import Closer, Minding, OpenAnswers, Reading
 from app.api_keys import KEY_NAME
 from app.completions_out import CompletionShape
 from app.disconnect import CONNECTION, OUTLET
@@ -85,6 +85,7 @@ class Answering:
         self._closer = closer
         self._pool = pool
         self._keep_alive_s = keep_alive_s
+        self._minders: set[asyncio.Future[None]] = set()
 
     def check_accepting(self) -> None:
         """Raises ApiError once the process is shutting down."""
@@ -97,6 +98,8 @@ class Answering:
         resp.set_header("x-request-id", spec.request_id)
         if admitted.is_joined:
             resp.set_header("x-idempotent-replay", "true")
+        elif spec.stop and ask.outlives_reader:
+            self._mind(spec)
         if not ask.is_read:
             resp.content_type = MEDIA_JSON
             resp.data = orjson.dumps(await self.state(spec))
@@ -170,6 +173,20 @@ class Answering:
     def _look(self, spec: AnswerSpec) -> tuple[list[list[StreamEvent]], bool]:
         record = self._records.state(spec.request_id)
         return self._history.read(spec.choice_ids), record is not None and record.state != "offered"
+
+    def _mind(self, spec: AnswerSpec) -> None:
+        """Looks for the stop strings of an answer that nobody has to read: without that its worker would go on."""
+        streams = open_streams(self._source, spec.choice_ids, Waiting(asyncio.get_running_loop()))
+        choices = [WholeChoice(text) for text in self.choice_texts(spec)]
+        minder = asyncio.ensure_future(collect(streams, choices, Minding(self._closer, spec.choice_ids)))
+        self._minders.add(minder)
+        minder.add_done_callback(self._minded)
+
+    def _minded(self, minder: asyncio.Future[None]) -> None:
+        self._minders.discard(minder)
+        if not minder.cancelled() and (error := minder.exception()) is not None:
+            # Whoever looks at the answer is told; and finds its stop strings, if nobody has seen them.
+            logger.info("an answer that outlives its readers is not minded any more: %r", error)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Runs what blocks. Raises ApiError when Redis is away."""

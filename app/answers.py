@@ -136,6 +136,20 @@ class Reading:
             self._closer.end_reading(self._choice_ids)
 
 
+class Minding:
+    """The part of somebody who only looks for the end (`bridge.relay.Control`): nothing depends on his reading."""
+
+    def __init__(self, closer: Closer, choice_ids: Sequence[str]) -> None:
+        self._closer = closer
+        self._choice_ids = choice_ids
+
+    def close(self, choice: int, state: EndState, reason: str) -> None:
+        self._closer.close_soon(self._choice_ids[choice], state, reason)
+
+    def leave(self, choices: Sequence[int]) -> None:
+        """Leaves the answer to itself."""
+
+
 class OpenAnswers:
     """What is being sent to a client and is not over."""
 

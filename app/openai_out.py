@@ -154,7 +154,7 @@ class ChunkStream:
         data = self._rest(choice, end)
         one = self._choices[choice]
         self._ids[choice] += 1
-        reason = orjson.dumps(finish_reason(self._spec, one, end))
+        reason = orjson.dumps(finish_reason(self._spec, one, end.reason))
         has_seen_it = self._ids[choice] <= self._position[choice]
         chunk = self._event(choice, self._shape.member(()), self._logprobs(one), reason)
         if has_seen_it:
@@ -285,13 +285,16 @@ def completion(spec: AnswerSpec, shape: Shape, choices: Sequence[WholeChoice]) -
 
 def _whole(spec: AnswerSpec, shape: Shape, number: int, one: WholeChoice) -> dict[str, Any]:
     end = one.end_event
-    finished = end is not None and is_finished(one.text, end)
+    if one.text.is_stopped:
+        reason: str | None = finish_reason(spec, one.text, "stop")
+    else:
+        reason = finish_reason(spec, one.text, end.reason) if end is not None and end.state == "finished" else None
     entries = one.text.take_logprobs()
     return {
         "index": number,
         **shape.whole(number, one.parts),
         "logprobs": None if spec.num_logprobs is None else orjson.Fragment(shape.logprobs(entries)),
-        "finish_reason": finish_reason(spec, one.text, end) if finished and end is not None else None,
+        "finish_reason": reason,
     }
 
 

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -38,7 +38,8 @@ MAX_ENTRIES = 64
 class ReaderLease(Protocol):
     """What tells the watchdog that this process still reads (`tasks.record.RequestRecords`)."""
 
-    def reader_heartbeat(self, reader: str, lease_ms: int) -> object: ...
+    def reader_heartbeat(self, reader: str, lease_ms: int) -> bool: ...
+    def attach(self, request_ids: Sequence[str], reader: str) -> object: ...
     def reader_leave(self, reader: str) -> object: ...
 
 
@@ -143,7 +144,9 @@ class Reader:
         batch: Batch = []
         try:
             if now_s - self._last_heartbeat_s >= self._heartbeat_s:
-                self._lease.reader_heartbeat(self.reader_id, self._lease_ms)
+                if not self._lease.reader_heartbeat(self.reader_id, self._lease_ms) and self._feeds:
+                    # The lease was over: what was only waiting for a reader must know that it still has one.
+                    self._lease.attach([feed.subscription.request_id for feed in self._feeds], self.reader_id)
                 self._fail_vanished()
                 self._last_heartbeat_s = now_s
             self._read(batch, block=not (fresh and len(self._layers) > 1))

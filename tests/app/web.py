@@ -7,7 +7,7 @@ what a test says. Blocking calls run at once, in the caller's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -18,9 +18,10 @@ from app.api_keys import KeyFile
 from app.application import Application, ApplicationSettings, create_app
 from app.text_edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, scripted_text_edge
 from bridge.reader import Reader
+from decode.sampling import TokenLogprobs
 from tasks.broker import build_broker
 from tasks.clients import connect_fake
-from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad
+from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad, pack_logprobs
 from tasks.record import Append, Claimed, RequestRecords, Terminal
 from tasks.submit import Submitter
 
@@ -75,12 +76,21 @@ class Worker:
         return claimed.job
 
     def append(
-        self, request_id: str, first_index: int, *token_ids: int, end: str | None = None, cached: int = 0
+        self,
+        request_id: str,
+        first_index: int,
+        *token_ids: int,
+        end: str | None = None,
+        cached: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> Any:
         terminal = Terminal("finished", end) if end in ("stop", "length") else None
         if end is not None and terminal is None:
             terminal = Terminal("failed", end)
-        [result] = self.records.append_many([Append(request_id, 1, first_index, token_ids, cached, terminal)])
+        packed = pack_logprobs(logprobs)
+        [result] = self.records.append_many(
+            [Append(request_id, 1, first_index, token_ids, cached, terminal, logprobs=packed)]
+        )
         return result
 
 
@@ -102,6 +112,7 @@ class Exchange:
         self._left = asyncio.Event()
         self._reading = asyncio.Event()
         self._reading.set()
+        path, _, query = path.partition("?")
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -109,7 +120,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "server": ("testserver", 80),
@@ -132,13 +143,14 @@ class Exchange:
         return error
 
     @property
-    def events(self) -> list[tuple[int, Any]]:
-        """(id, data) of every complete event so far, comments left out."""
-        found = []
+    def events(self) -> list[tuple[Any, Any]]:
+        """(id, data) of every complete event so far, comments left out. With several choices the id is a text."""
+        found: list[tuple[Any, Any]] = []
         for block in self.body.decode().split("\n\n")[:-1]:
             id_line, data_line = (line for line in block.split("\n") if not line.startswith(":"))
             data = data_line.removeprefix("data: ")
-            found.append((int(id_line.removeprefix("id: ")), data if data == "[DONE]" else orjson.loads(data)))
+            name = id_line.removeprefix("id: ")
+            found.append((name if "," in name else int(name), data if data == "[DONE]" else orjson.loads(data)))
         return found
 
     @property
@@ -147,7 +159,12 @@ class Exchange:
 
     @property
     def text(self) -> str:
-        return "".join(c["choices"][0]["delta"].get("content") or "" for c in self.chunks if c.get("choices"))
+        """Of a streamed answer with one choice."""
+        return self.text_of(0)
+
+    def text_of(self, choice: int) -> str:
+        shown = [one for chunk in self.chunks for one in chunk.get("choices", ()) if one["index"] == choice]
+        return "".join(one["delta"].get("content") or "" for one in shown)
 
     def leave(self) -> None:
         self._left.set()
@@ -202,20 +219,27 @@ class Web:
         text_edges: Mapping[str, TextEdge] | None = None,
         outlet: bool = False,
         keys: KeyFile | None = None,
+        beside: Web | None = None,
         **settings: Any,
     ) -> None:
+        """`beside` is another web process of the same cell."""
         self.has_outlet = outlet
-        server = fakeredis.FakeServer()
-        self.server = server
+        server: fakeredis.FakeServer = fakeredis.FakeServer() if beside is None else beside.server
+        self.server: fakeredis.FakeServer = server
         self.redis = connect_fake(server, use="short")
         self.records = RequestRecords(self.redis)
         self.submitter = Submitter(self.records, build_broker(connect_fake(server, use="queue")), self.redis)
         self.reader = Reader(
-            connect_fake(server, use="blocking"), self.redis, "reader-1", self.records, window=8, block_ms=None
+            connect_fake(server, use="blocking"),
+            self.redis,
+            "reader-1" if beside is None else "reader-2",
+            self.records,
+            window=8,
+            block_ms=None,
         )
         self.reader.bind(asyncio.get_running_loop())
         self.now_s = 0.0
-        self.num_ids = 0
+        self.num_ids = 0 if beside is None else 100
         self.on_start: Callable[[Exchange], None] = lambda exchange: None
         self.app: Application = create_app(
             text_edges=text_edges or {MODEL: scripted_text_edge()},
@@ -262,6 +286,9 @@ class Web:
         known = {"content-type": "application/json", "content-length": str(len(data))}
         known.update({name.replace("_", "-"): value for name, value in headers.items()})
         return await self.request("POST", "/v1/chat/completions", data, known)
+
+    async def get(self, path: str, **headers: str) -> Exchange:
+        return await self.request("GET", path, b"", {k.replace("_", "-"): value for k, value in headers.items()})
 
     async def chat(self, **fields: Any) -> Exchange:
         return await self.post({"model": MODEL, "messages": HELLO, **fields})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from redis import Redis
@@ -20,9 +20,14 @@ class Lease:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.is_live = True
 
-    def reader_heartbeat(self, reader: str, lease_ms: int) -> None:
+    def reader_heartbeat(self, reader: str, lease_ms: int) -> bool:
         self.calls.append(f"{reader} {lease_ms}")
+        return self.is_live
+
+    def attach(self, request_ids: Sequence[str], reader: str) -> None:
+        self.calls.append(f"{reader} reads {' '.join(request_ids)}")
 
     def reader_leave(self, reader: str) -> None:
         self.calls.append(f"{reader} left")

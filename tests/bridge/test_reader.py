@@ -218,6 +218,20 @@ def test_a_record_that_is_gone_fails_its_subscriber_at_the_next_heartbeat(redis_
     run(redis_server, test)
 
 
+def test_a_lease_that_was_lost_makes_the_reader_say_again_what_it_reads(fake_server: RedisServer) -> None:
+    async def test(streams: Streams) -> None:
+        streams.open("a")
+        streams.open("b")
+        await streams.turn()
+        assert streams.lease.calls == ["r1 3000"]
+        streams.lease.is_live = False
+        streams.now_s += 1
+        await streams.turn()
+        assert streams.lease.calls[1:] == ["r1 3000", "r1 reads a b"]
+
+    run(fake_server, test)
+
+
 def test_the_lease_is_renewed_by_the_reading_itself(redis_server: RedisServer) -> None:
     async def test(streams: Streams) -> None:
         await streams.turn()

@@ -1,0 +1,237 @@
+"""Several choices, and log probabilities, over HTTP."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.admission import choice_seed
+from decode.sampling import TokenLogprobs
+from tests.app.test_http_stream import bytes_edge
+from tests.app.test_http_stream import run as run_both_ways
+from tests.app.web import EOS, MODEL, NUM_PROMPT_TOKENS, Web, Worker, run
+
+USAGE = {"include_usage": True}
+IDS = ("chatcmpl-1", "chatcmpl-1.1", "chatcmpl-1.2")
+
+
+def end_of(web: Web, request_id: str) -> tuple[str, str]:
+    state = web.records.state(request_id)
+    assert state is not None
+    return state.state, state.reason
+
+
+def claim_all(worker: Worker) -> None:
+    for request_id in IDS:
+        worker.claim(request_id)
+
+
+def test_every_choice_has_its_role_its_text_and_one_finish_reason() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True, n=3, stream_options=USAGE)
+        claim_all(worker)
+        worker.append(IDS[1], 0, 201, cached=9)
+        await web.turn()
+        worker.append(IDS[0], 0, 101, cached=2)
+        worker.append(IDS[2], 0, 301, 302, EOS, end="stop", cached=9)
+        await web.turn()
+        worker.append(IDS[0], 1, 102, end="length", cached=2)
+        worker.append(IDS[1], 1, 202, end="length", cached=9)
+        await web.turn()
+        assert [exchange.text_of(number) for number in range(3)] == ["<101><102>", "<201><202>", "<301><302>"]
+        choices = [choice for chunk in exchange.chunks for choice in chunk["choices"]]
+        assert [choice["index"] for choice in choices[:3]] == [0, 1, 2]
+        for number, reason in enumerate(["length", "length", "stop"]):
+            mine = [choice for choice in choices if choice["index"] == number]
+            assert ["role" in choice["delta"] for choice in mine] == [True] + [False] * (len(mine) - 1)
+            assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + [reason]
+        assert [chunk["usage"] is None for chunk in exchange.chunks] == [True] * (len(exchange.chunks) - 1) + [False]
+        usage = exchange.chunks[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (NUM_PROMPT_TOKENS, 6)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 2
+        assert {chunk["id"] for chunk in exchange.chunks} == {"chatcmpl-1"}
+        assert exchange.events[-1] == ("2,2,3", "[DONE]")
+
+    run_both_ways(test)
+
+
+def test_a_whole_answer_has_all_choices_in_order() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(n=3)
+        claim_all(worker)
+        for number in (2, 0, 1):
+            worker.append(IDS[number], 0, 100 * number, end="length")
+            await web.turn()
+        shown = [(choice["index"], choice["message"]["content"]) for choice in exchange.json["choices"]]
+        assert shown == [(0, "<0>"), (1, "<100>"), (2, "<200>")]
+        assert exchange.json["usage"]["completion_tokens"] == 3
+        assert exchange.json["usage"]["prompt_tokens"] == NUM_PROMPT_TOKENS
+
+    run(test)
+
+
+def test_choices_differ_by_their_seed_and_the_same_seed_repeats_them() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        seeds = []
+        for number in (1, 2):
+            await web.chat(n=3, seed=-7, temperature=1)
+            ids = (f"chatcmpl-{number}", f"chatcmpl-{number}.1", f"chatcmpl-{number}.2")
+            jobs = [worker.claim(request_id) for request_id in ids]
+            assert len({job.prompt_token_ids for job in jobs}) == 1
+            seeds.append([job.sampling.seed for job in jobs])
+        assert seeds[0] == seeds[1]
+        assert len(set(seeds[0])) == 3
+        assert seeds[0][0] == -7
+
+    run(test)
+
+
+def test_seeds_of_choices_stay_in_the_range_of_seeds() -> None:
+    seeds = [choice_seed(seed, number) for seed in (0, 1, -(2**63), 2**63 - 1) for number in range(128)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_all_choices_are_taken_or_none() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(n=3)
+        assert exchange.status == 429
+        assert web.records.num_waiting(MODEL) == 0
+
+    run(test, max_waiting=2)
+
+
+def test_a_stop_string_in_one_choice_closes_that_one_only() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True, n=3, stop=["<202>"])
+        claim_all(worker)
+        worker.append(IDS[1], 0, 201, 202, 203)
+        worker.append(IDS[0], 0, 101)
+        await web.turn()
+        assert [end_of(web, request_id)[0] for request_id in IDS] == ["streaming", "finished", "claimed"]
+        worker.append(IDS[0], 1, 102, end="length")
+        worker.append(IDS[2], 0, 301, end="length")
+        await web.turn()
+        assert [exchange.text_of(number) for number in range(3)] == ["<101><102>", "<201>", "<301>"]
+        assert exchange.events[-1][1] == "[DONE]"
+
+    run_both_ways(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_that_fails_ends_the_answer_with_one_error_and_the_others_with_it(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=stream, n=3)
+        claim_all(worker)
+        worker.append(IDS[0], 0, 101, end="length")
+        worker.append(IDS[1], 0, 201, end="engine_error")
+        await web.turn()
+        assert exchange.is_over
+        assert end_of(web, IDS[2]) == ("cancelled", "other_choice_failed")
+        if not stream:
+            assert (exchange.status, exchange.error["code"]) == (500, "engine_error")
+            return
+        assert [data["error"]["code"] for _, data in exchange.events if "error" in data] == ["engine_error"]
+        assert b"[DONE]" not in exchange.body
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_all_choices(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=stream, n=3)
+        worker.claim(IDS[0])
+        worker.append(IDS[0], 0, 101, end="length")
+        await web.turn()
+        exchange.leave()
+        await web.settle()
+        assert [end_of(web, i) for i in IDS] == [("finished", "length"), *[("cancelled", "disconnect")] * 2]
+        assert web.records.num_waiting(MODEL) == 0
+        assert web.app.num_open == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_have_true_bytes_and_the_likeliest_beside_them(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=stream, logprobs=True, top_logprobs=2)
+        assert worker.claim("chatcmpl-1").sampling.num_logprobs == 2
+        first, second = "é".encode()
+        likeliest = ((first, -0.5), (65, float("-inf")))
+        worker.append("chatcmpl-1", 0, first, logprobs=[TokenLogprobs(-0.5, likeliest)])
+        await web.turn()
+        worker.append("chatcmpl-1", 1, second, logprobs=[TokenLogprobs(-0.25, ((second, -0.25), (66, -3.0)))])
+        await web.turn()
+        last = TokenLogprobs(-0.125, ((EOS, -0.125), (67, -4.0)))
+        worker.append("chatcmpl-1", 2, EOS, end="stop", logprobs=[last])
+        await web.turn()
+        if stream:
+            choices = [choice for chunk in exchange.chunks for choice in chunk["choices"]]
+            assert [choice["logprobs"] is None for choice in choices] == [True, False, True]
+            shown = choices[1]["logprobs"]
+        else:
+            shown = exchange.json["choices"][0]["logprobs"]
+            assert exchange.json["usage"]["completion_tokens"] == 2
+        assert shown == {
+            "content": [
+                {
+                    "token": "\ufffd",
+                    "bytes": [first],
+                    "logprob": -0.5,
+                    "top_logprobs": [
+                        {"token": "\ufffd", "bytes": [first], "logprob": -0.5},
+                        {"token": "A", "bytes": [65], "logprob": -9999.0},
+                    ],
+                },
+                {
+                    "token": "\ufffd",
+                    "bytes": [second],
+                    "logprob": -0.25,
+                    "top_logprobs": [
+                        {"token": "\ufffd", "bytes": [second], "logprob": -0.25},
+                        {"token": "B", "bytes": [66], "logprob": -3.0},
+                    ],
+                },
+            ],
+            "refusal": None,
+        }
+
+    run(test, text_edges={MODEL: bytes_edge()})
+
+
+def test_without_others_beside_them_the_list_is_empty() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(logprobs=True)
+        worker.claim("chatcmpl-1")
+        worker.append("chatcmpl-1", 0, 65, end="length", logprobs=[TokenLogprobs(-1.5)])
+        await web.turn()
+        [entry] = exchange.json["choices"][0]["logprobs"]["content"]
+        assert entry == {"token": "A", "bytes": [65], "logprob": -1.5, "top_logprobs": []}
+
+    run(test, text_edges={MODEL: bytes_edge()})
+
+
+def test_penalties_biases_and_the_tier_reach_the_worker() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(
+            presence_penalty=1.5, frequency_penalty=-0.5, logit_bias={"7": -100}, service_tier="flex"
+        )
+        job = worker.claim("chatcmpl-1")
+        assert (job.sampling.presence_penalty, job.sampling.frequency_penalty) == (1.5, -0.5)
+        assert (job.sampling.logit_bias, job.priority) == (((7, -100.0),), "flex")
+        worker.append("chatcmpl-1", 0, 65, end="length")
+        await web.turn()
+        assert exchange.json["service_tier"] == "flex"
+
+    run(test)

@@ -1,0 +1,186 @@
+"""A request that is sent again with its key joins the first one; another one under that key is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis.exceptions import TimeoutError
+
+from tests.app.web import HELLO, MODEL, Web, run
+
+ID = "chatcmpl-1"
+BODY = {"model": MODEL, "messages": HELLO}
+KEY = {"idempotency_key": "k1"}
+
+
+def end_of(web: Web, request_id: str = ID) -> tuple[str, str]:
+    state = web.records.state(request_id)
+    assert state is not None
+    return state.state, state.reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_request_joins_the_first_one_from_its_start(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        body = {**BODY, "stream": stream}
+        first = await web.post(body, **KEY)
+        worker.claim(ID)
+        worker.append(ID, 0, 101)
+        await web.turn()
+        other = Web(beside=web)
+        second = await other.post(body, **KEY)
+        await other.turn()
+        assert web.records.num_waiting(MODEL) == 0
+        worker.append(ID, 1, 102, end="length")
+        await web.turn()
+        await other.turn()
+        assert "x-idempotent-replay" not in first.headers
+        assert (second.headers["x-idempotent-replay"], second.headers["x-request-id"]) == ("true", ID)
+        if stream:
+            assert second.text == first.text == "<101><102>"
+            assert second.events[-1] == first.events[-1]
+            return
+        assert second.json == first.json
+
+    run(test)
+
+
+def test_after_the_end_the_answer_is_given_again() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        first = await web.post(BODY, **KEY)
+        worker.claim(ID)
+        worker.append(ID, 0, 101, end="length")
+        await web.turn()
+        second = await web.post(BODY, **KEY)
+        await web.turn()
+        assert second.json == first.json
+        assert second.headers["x-idempotent-replay"] == "true"
+
+    run(test)
+
+
+def test_another_body_under_the_same_key_is_409_and_not_sent_again() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.post(BODY, **KEY)
+        for other in ({**BODY, "stream": True}, {**BODY, "seed": 1}):
+            exchange = await web.post(other, **KEY)
+            assert (exchange.status, exchange.error["code"]) == (409, "idempotency_conflict")
+            assert exchange.headers["x-should-retry"] == "false"
+        assert web.records.num_waiting(MODEL) == 1
+
+    run(test)
+
+
+def test_another_key_is_another_request() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.post(BODY, **KEY)
+        await web.post(BODY, idempotency_key="k2")
+        assert web.records.num_waiting(MODEL) == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256])
+def test_a_key_that_is_none_is_400_and_named(key: str) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.post(BODY, idempotency_key=key)
+        assert (exchange.status, exchange.error["param"]) == (400, "Idempotency-Key")
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_lost_its_connection_joins_its_first_request_when_it_comes_again(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        body = {**BODY, "stream": stream}
+        first = await web.post(body, **KEY)
+        worker.claim(ID)
+        worker.append(ID, 0, 101)
+        await web.turn()
+        first.leave()
+        await web.settle()
+        assert end_of(web) == ("streaming", "")
+        second = await web.post(body, **KEY)
+        worker.append(ID, 1, 102, end="length")
+        await web.turn()
+        text = second.text if stream else second.json["choices"][0]["message"]["content"]
+        assert text == "<101><102>"
+
+    run(test)
+
+
+def test_a_client_that_never_comes_again_is_waited_for_and_then_its_request_ends() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.post(BODY, **KEY)
+        exchange.leave()
+        await web.settle()
+        assert end_of(web) == ("offered", "")
+        redis: Any = web.redis
+        [(_, due_ms)] = redis.zrange("tf:due", 0, -1, withscores=True)
+        later_ms = (redis.time()[0] + 11) * 1000
+        assert due_ms <= later_ms
+        web.records.look(ID, False, later_ms)
+        assert end_of(web) == ("cancelled", "disconnect")
+
+    run(test)
+
+
+def test_a_request_in_the_background_is_joined_too() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        body = {**BODY, "background": True}
+        await web.post(body, **KEY)
+        worker.claim(ID)
+        worker.append(ID, 0, 101, end="length")
+        again = await web.post(body, **KEY)
+        assert (again.json["id"], again.json["status"]) == (ID, "completed")
+        assert again.headers["x-idempotent-replay"] == "true"
+
+    run(test)
+
+
+def test_several_choices_are_joined_whole() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        body = {**BODY, "n": 2, "stream": True}
+        await web.post(body, **KEY)
+        second = await web.post(body, **KEY)
+        for number, request_id in enumerate((ID, f"{ID}.1")):
+            worker.claim(request_id)
+            worker.append(request_id, 0, number, end="length")
+        await web.turn()
+        await web.turn()
+        assert [second.text_of(number) for number in range(2)] == ["<0>", "<1>"]
+
+    run(test)
+
+
+def test_a_lost_reply_is_made_good_by_sending_the_request_again() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        submit = web.submitter.submit
+
+        def submit_and_lose_the_reply(*args: Any, **options: Any) -> object:
+            submit(*args, **options)
+            raise TimeoutError
+
+        web.submitter.submit = submit_and_lose_the_reply  # type: ignore[method-assign,assignment]
+        first = await web.post(BODY, **KEY)
+        assert (first.status, first.error["code"]) == (503, "queue_unreachable")
+        web.submitter.submit = submit  # type: ignore[method-assign]
+        second = await web.post(BODY, **KEY)
+        worker.claim(ID)
+        worker.append(ID, 0, 101, end="length")
+        await web.turn()
+        assert second.json["id"] == ID
+        assert web.records.num_waiting(MODEL) == 0
+
+    run(test)
