@@ -101,7 +101,8 @@ class ChunkStream:
         self._shape = shape
         self._choices = tuple(choices)
         self._position = (-1,) * len(choices) if position is None else tuple(position)
-        self._ids = [-1] * len(choices)
+        # A choice that has nothing new yet stays where the client has it.
+        self._ids = list(self._position)
         self._id = self._one_id if len(choices) == 1 else self._many_ids
         self._ends: dict[int, TerminalEvent] = {}
         self._has_sent = False

@@ -239,6 +239,16 @@ def test_an_id_names_the_place_in_every_choice() -> None:
     ]
 
 
+def test_after_a_cut_a_choice_that_has_nothing_new_yet_stays_where_the_client_has_it() -> None:
+    """Else a client that is cut off again would get what it has of that choice once more."""
+    spec = spec_of(n=2)
+    outputs = [b"abcd", b"wxyz"]
+    position = [1, 1]
+    rest = stream(spec, outputs, [(0, 2), (1, 2), (0, 1)], position)
+    assert [place for place, _ in rest][0] == [2, 1]
+    assert [one.content for one in seen_in(rest, 2)] == ["cd", "yz"]
+
+
 def test_a_call_that_comes_in_one_step_is_one_chunk_with_all_of_it() -> None:
     spec = spec_of(tool_format="hermes", tool_names=("f",))
     [one] = seen_in(stream(spec, [CALL.encode()], []), 1)
