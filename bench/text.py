@@ -1,9 +1,10 @@
-"""What the text edge costs: templating and tokenising a prompt, detokenising a stream.
+"""What the text edge costs: templating and tokenising a prompt, detokenising a stream, finding calls and thoughts in it.
 
     python -m bench.text PATH_OF_A_CHECKPOINT
 
-Goals: below 2 ms to render and encode a chat of 1,000 tokens, about 2 us to detokenise one streamed token. Prints the
-median and the 95th percentile of single calls, so a busy machine shows.
+Goals: below 2 ms to render and encode a chat of 1,000 tokens, and to check its request with tools; about 2 us to
+detokenise one streamed token, and below 20 us to find tool calls and thoughts as well. Prints the median and the 95th
+percentile of single calls, so a busy machine shows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import orjson
+
+from app.answer_parts import PlainText, TextMachine
+from app.answer_rules import rules_of
+from app.openai_in import parse_chat
+from app.reasoning import ReasoningSplitter, ThinkThenAnswer
 from app.text_edge import ChatMessage, TextEdge, open_text_edge
+from app.tool_calls import ToolCallParser
+from app.tool_formats import HERMES
 from decode.checkpoint import open_checkpoint
 
 _PROSE = (
@@ -31,6 +40,37 @@ def main(path: str) -> None:
     output = edge.encode(_PROSE * 8)
     for name, stop in (("no stop string", ()), ("4 stop strings", ("\nUser:", "###", "<end>", "\n\n\n"))):
         _report(f"push one token, {name}", _push_times(edge, output, stop))
+    call = edge.encode(f'<tool_call>\n{{"name": "f", "arguments": {orjson.dumps({"text": [_PROSE] * 8}).decode()}}}')
+    _report("push one token, calls looked for", _push_times(edge, output, (), _parser))
+    _report("push one token of a call", _push_times(edge, call, (), _parser))
+    _report("push one token after thoughts", _push_times(edge, output, (), _thinker))
+    body = _request(5)
+    _report("check a request with 5 tools", _times(lambda: rules_of(parse_chat(body), edge.format), 200))
+
+
+def _parser() -> TextMachine:
+    return ToolCallParser(HERMES, ["f"], str, is_enforced=True)
+
+
+def _thinker() -> TextMachine:
+    return ThinkThenAnswer(ReasoningSplitter("think"), _parser())
+
+
+def _request(num_tools: int) -> bytes:
+    properties = {f"parameter_{n}": {"type": "string", "description": "What it is about."} for n in range(5)}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{n}",
+                "description": "What it does, in a sentence or two.",
+                "parameters": {"type": "object", "properties": properties, "required": ["parameter_0"]},
+            },
+        }
+        for n in range(num_tools)
+    ]
+    messages = [{"role": "user", "content": _PROSE * 8}]
+    return orjson.dumps({"model": "m", "messages": messages, "tools": tools})
 
 
 def _chat_of(edge: TextEdge, num_tokens: int) -> list[ChatMessage]:
@@ -54,15 +94,22 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
     return sorted(times)
 
 
-def _push_times(edge: TextEdge, token_ids: Sequence[int], stop: Sequence[str]) -> list[float]:
+def _push_times(
+    edge: TextEdge,
+    token_ids: Sequence[int],
+    stop: Sequence[str],
+    new_machine: Callable[[], TextMachine] = PlainText,
+) -> list[float]:
     """Seconds per token of whole answers that are pushed token by token."""
     steps = [(token_id,) for token_id in token_ids]
 
     def answer() -> None:
         detokenizer = edge.detokenizer(stop)
+        machine = new_machine()
         for step in steps:
-            detokenizer.push(step)
-        detokenizer.finish()
+            machine.push(detokenizer.push(step))
+        machine.push(detokenizer.finish())
+        machine.finish()
 
     return [seconds / len(steps) for seconds in _times(answer, 200)]
 

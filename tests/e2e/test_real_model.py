@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +67,69 @@ def test_a_kill_in_mid_stream_changes_not_one_token(cell: TestedCell) -> None:
     assert killed.num_output_tokens == undisturbed.num_output_tokens
     assert cell.attempt_of(killed.request_id) == 2
     cell.wait_until(lambda: len(cell.workers()) == 2, "the killed worker is back", 180)
+
+
+PEOPLE = {
+    "type": "object",
+    "properties": {
+        "people": {
+            "type": "array",
+            "minItems": 4,
+            "maxItems": 4,
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "mood": {"enum": ["ultraviolet", "zebra-striped"]}},
+                "required": ["name", "mood"],
+            },
+        }
+    },
+    "required": ["people"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+                "required": ["city", "unit"],
+            },
+        },
+    }
+]
+
+
+def test_a_kill_in_the_middle_of_structured_output_changes_not_one_token(cell: TestedCell) -> None:
+    options = {"response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}}}
+    undisturbed = cell.stream("List four people.", 200, **options)
+    killed = cell.stream("List four people.", 200, kill_after_events=10, **options)
+    assert killed.text == undisturbed.text
+    assert killed.finish_reasons == ["stop"]
+    assert cell.attempt_of(killed.request_id) == 2
+    people = json.loads(killed.text)["people"]
+    assert {person["mood"] for person in people} <= {"ultraviolet", "zebra-striped"}
+    cell.wait_until(lambda: len(cell.workers()) == 2, "the killed worker is back", 180)
+
+
+def test_a_demanded_call_is_made_streamed_and_not(cell: TestedCell) -> None:
+    request: Any = {
+        "model": DEFAULT_MODEL,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_completion_tokens": 100,
+        "temperature": 0,
+    }
+    with cell.client() as client:
+        whole = client.chat.completions.create(**request).choices[0]
+        with client.chat.completions.stream(**request) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    [call], [same] = whole.message.tool_calls or [], streamed.message.tool_calls or []
+    assert call.function.arguments == same.function.arguments
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == {"city", "unit"}
+    assert arguments["unit"] in ("celsius", "fahrenheit")
