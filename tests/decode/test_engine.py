@@ -168,6 +168,16 @@ def test_a_prompt_larger_than_the_pool_is_refused_and_the_next_request_is_not_de
     assert engine.step()[0].sequence_id == "small"
 
 
+def test_what_another_worker_began_with_more_room_is_told_from_what_fits_nowhere() -> None:
+    engine, _ = engine_and_runner(num_blocks=5, max_model_len=30)
+    refusals = []
+    for prompt, outputs in ((15, 6), (21, 0), (30, 0)):
+        with pytest.raises(PromptTooLong) as refusal:
+            engine.add(sequence("a", prompt_of(prompt), prompt_of(outputs), max_tokens=50))
+        refusals.append((refusal.value.limit, refusal.value.fits_elsewhere))
+    assert refusals == [("K/V cache", True), ("K/V cache", False), ("context", False)]
+
+
 def test_one_that_does_not_fit_now_does_not_hold_up_those_behind_it() -> None:
     engine, _ = engine_and_runner(num_blocks=8, max_num_batched_tokens=64)
     engine.add(sequence("runs", prompt_of(12), max_tokens=8))
@@ -344,6 +354,13 @@ def test_shedding_a_single_sequence_halves_its_chunks_and_says_that_nobody_was_p
     assert engine.shed() == (0, True)
     engine.step()
     assert [plan.scheduled[0].num_scheduled_tokens for plan in runner.plans] == [16, 8]
+
+
+def test_a_single_sequence_in_steps_of_one_token_has_nothing_left_to_give_up() -> None:
+    engine, _ = engine_and_runner(max_num_batched_tokens=16)
+    engine.add(sequence("a", prompt_of(40)))
+    engine.step()
+    assert [engine.shed().has_smaller_steps for _ in range(5)] == [True, True, True, True, False]
 
 
 def test_shedding_an_idle_engine_leaves_it_able_to_run() -> None:

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from decode.native_model import Sampling, Step, linear_of
+from decode.native_model import LOGPROBS, Sampling, Step, linear_of
 from decode.native_pack import BLOCK, pack
 from decode.native_weights import Matrix
+from decode.sampler import SampleRow
+from decode.sampler import sample as sample_rows
+from decode.sampling import LogitAdjustments, SamplingParams, uniform
 from decode.stored import BLOCKS, StoredTensor
 from tests.decode.native_reference import library
 
@@ -188,6 +192,78 @@ def sample(lib: ctypes.CDLL, logits: Any, *, banned: tuple[int, ...] = (), **cha
     return int(lib.tokenferry_sample(pointer(padded), len(logits), ctypes.byref(sampling), ctypes.byref(step), None))
 
 
+def sample_changed(
+    lib: ctypes.CDLL, logits: Any, sampling: SamplingParams, output: list[int], allowed: Any = None
+) -> tuple[int, Any]:
+    """The token after `output` and its log probabilities, with everything that changes logits."""
+    adjustments = LogitAdjustments.of(sampling, output) or LogitAdjustments(sampling, ())
+    row, padded = np.zeros((), LOGPROBS), floats(np.concatenate([logits, np.full(-len(logits) % 16, 99.0)]))
+    ids, values = np.array(adjustments.token_ids, np.int32), np.array(adjustments.values, np.float32)
+    mask = np.packbits(np.ones(len(logits), bool) if allowed is None else allowed, bitorder="little")
+    mask = np.pad(mask, (0, -len(mask) % 4))
+    native = Sampling(
+        uniform=uniform(sampling.seed, len(output)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        num_adjusted=len(ids),
+        num_logprobs=-1 if sampling.num_logprobs is None else sampling.num_logprobs,
+        mask=-1 if allowed is None else 0,
+    )
+    step = Step(adjusted=ids.ctypes.data, adjustments=values.ctypes.data, masks=mask.ctypes.data)
+    pass_on = ctypes.byref(native), ctypes.byref(step), pointer(row)
+    return int(lib.tokenferry_sample(pointer(padded), len(logits), *pass_on)), row
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 1000])
+def test_changed_logits_give_the_tokens_of_the_reference(lib: ctypes.CDLL, vocab: int) -> None:
+    random = np.random.default_rng(vocab)
+    for case in range(60):
+        logits = floats(random.standard_normal(vocab) * 3)
+        output = random.integers(0, vocab, 9).tolist()
+        sampling = SamplingParams(
+            max_tokens=99,
+            temperature=float(random.choice([0.0, 0.0, 0.7, 1.5])),
+            top_p=float(random.choice([1.0, 0.8])),
+            top_k=int(random.choice([0, 3])),
+            seed=case,
+            presence_penalty=float(random.choice([0.0, 1.5, -1.0])),
+            frequency_penalty=float(random.choice([0.0, 0.7])),
+            logit_bias=((output[0], 4.0), (vocab + 3, 100.0)),
+            num_logprobs=int(random.choice([0, 4, 20])),
+        )
+        bits = random.random(vocab) < 0.3
+        bits[random.integers(vocab)] = True
+        allowed = bits if case % 2 else None
+        token, row = sample_changed(lib, logits, sampling, output, allowed)
+        changed = torch.from_numpy(logits.copy())
+        if (
+            allowed is not None
+        ):  # the reference takes masks from a grammar; adding 0 to minus infinity changes nothing
+            changed[torch.from_numpy(~allowed)] = -torch.inf
+        reference = SampleRow(sampling, len(output), LogitAdjustments.of(sampling, output))
+        assert token == sample_rows(changed[None], [reference]).token_ids[0]
+        assert allowed is None or allowed[token]
+        wanted = torch.from_numpy(logits).double().log_softmax(-1).numpy()
+        number = min(sampling.num_logprobs or 0, vocab)
+        np.testing.assert_allclose(row["chosen"], wanted[token], rtol=1e-6, atol=1e-6)
+        likeliest = np.lexsort((np.arange(vocab), -logits))[:number]
+        assert row["top_tokens"][:number].tolist() == likeliest.tolist()
+        np.testing.assert_allclose(row["top"][:number], wanted[likeliest], rtol=1e-6, atol=1e-6)
+
+
+def test_the_likeliest_tokens_come_with_ties_by_id(lib: ctypes.CDLL) -> None:
+    logits = floats([1, 2, 1, 2, 1, 1] * 10)
+    _, row = sample_changed(lib, logits, SamplingParams(max_tokens=1, temperature=0, num_logprobs=20), [])
+    assert row["top_tokens"].tolist() == sorted(range(60), key=lambda token: (-logits[token], token))[:20]
+
+
+def test_a_request_for_more_log_probabilities_than_there_are_gets_the_most(lib: ctypes.CDLL) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=0, num_logprobs=1_000_000)
+    token, row = sample_changed(lib, np.arange(100.0), sampling, [])
+    assert (token, row["top_tokens"][19]) == (99, 80)
+
+
 def kept(lib: ctypes.CDLL, logits: Any, **changes: Any) -> set[int]:
     return {sample(lib, logits, uniform=u, **changes) for u in np.linspace(0, 1, 400, endpoint=False)}
 
@@ -200,9 +276,9 @@ def test_draws_invert_the_cumulative_distribution(lib: ctypes.CDLL) -> None:
     for temperature in (0.5, 1.0, 2.0):
         share = np.exp(logits / temperature)
         ends = np.cumsum(share / share.sum())
-        for uniform in (0.0, 0.1, 0.37, 0.5, 0.93, 0.99999):
-            wanted = int(np.searchsorted(ends, uniform, side="right"))
-            assert sample(lib, logits, temperature=temperature, uniform=uniform) == wanted
+        for draw in (0.0, 0.1, 0.37, 0.5, 0.93, 0.99999):
+            wanted = int(np.searchsorted(ends, draw, side="right"))
+            assert sample(lib, logits, temperature=temperature, uniform=draw) == wanted
 
 
 def test_filters_keep_the_tokens_that_reach_the_least_weight(lib: ctypes.CDLL) -> None:

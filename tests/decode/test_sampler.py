@@ -11,9 +11,11 @@ import torch
 
 from decode import sampler
 from decode.errors import IntegrityError
+from decode.grammar import Grammars
 from decode.sampler import SampleRow
 from decode.sampler import sample as sample_rows
-from decode.sampling import SamplingParams, uniform
+from decode.sampling import LogitAdjustments, SamplingParams, uniform
+from decode.vocabulary import Vocabulary
 
 PLAIN = SamplingParams(max_tokens=10_000)
 GREEDY = replace(PLAIN, temperature=0)
@@ -146,3 +148,66 @@ def test_broken_logits_are_noticed() -> None:
     for broken in (torch.tensor([[0.0, math.nan]]), torch.tensor([[math.inf, 0.0]])):
         with pytest.raises(IntegrityError, match="not finite"):
             sample(broken, [SampleRow(GREEDY, 0)])
+
+
+def adjusted(sampling: SamplingParams, output: list[int], grammar: str = "") -> SampleRow:
+    """A row after `output`; token i of the vocabulary reads as letter i."""
+    letters = [bytes([letter]) for letter in b"abcdefgh"]
+    matcher = None
+    if grammar:
+        params = replace(sampling, grammar=grammar, stop_token_ids=(7,))
+        matcher = Grammars(lambda: Vocabulary([*letters[:7], b""], {7: "<eos>"}, (7,))).matcher("a", params, output)
+    return SampleRow(sampling, len(output), LogitAdjustments.of(sampling, output), matcher)
+
+
+def chosen_after(output: list[int], logits: torch.Tensor, **changes: object) -> int:
+    return sample(logits.clone(), [adjusted(replace(GREEDY, **changes), output)])[0]  # type: ignore[arg-type]
+
+
+def test_penalties_are_taken_from_what_the_output_holds_already() -> None:
+    logits = torch.tensor([[3.0, 2.5, 2.0, 0.0]])
+    assert chosen_after([], logits, presence_penalty=1.1, frequency_penalty=1.1) == 0
+    assert chosen_after([0], logits, presence_penalty=0.6) == 1
+    assert chosen_after([0, 0, 0], logits, presence_penalty=0.4) == 0
+    assert chosen_after([0, 0, 0], logits, frequency_penalty=0.2) == 1
+    assert chosen_after([0, 0, 0, 1], logits, frequency_penalty=0.3, presence_penalty=0.5) == 2
+    assert chosen_after([3], logits, presence_penalty=-2.0, frequency_penalty=-2.0) == 3
+
+
+def test_a_bias_is_added_before_temperature() -> None:
+    assert chosen_after([], torch.tensor([[3.0, 2.5, 0.0]]), logit_bias=((2, 3.5), (1, -100.0), (9, 100.0))) == 2
+    counts = draw_row(torch.zeros(1, 2), replace(PLAIN, logit_bias=((1, 1.0),), temperature=2.0))
+    assert counts[1] / 2000 == pytest.approx(1 / (1 + math.exp(-0.5)), abs=0.03)
+
+
+def draw_row(logits: torch.Tensor, sampling: SamplingParams) -> Counter[int]:
+    rows = [SampleRow(sampling, index, LogitAdjustments.of(sampling, ())) for index in range(2000)]
+    return Counter(sample(logits.repeat(2000, 1), rows))
+
+
+def test_a_grammar_leaves_the_likeliest_of_the_allowed() -> None:
+    logits = torch.tensor([[9.0, 1.0, 3.0, 2.0, 0.0, 0.0, 0.0, 8.0]])
+    assert sample(logits.clone(), [adjusted(GREEDY, [], 'start: "b" | "c" | "d"')]) == [2]
+    assert sample(logits.clone(), [adjusted(GREEDY, [2], 'start: "c" "d"?')]) == [7]
+    drawn = {sample(logits.clone(), [adjusted(replace(PLAIN, seed=s), [], "start: /[bcd]/")])[0] for s in range(60)}
+    assert drawn == {1, 2, 3}
+
+
+def test_log_probabilities_are_those_of_the_unchanged_logits() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
+    wanted = logits.log_softmax(-1)
+    sampling = replace(PLAIN, temperature=0.3, top_k=4, num_logprobs=3, logit_bias=((5, 100.0), (6, -100.0)))
+    result = sample_rows(logits.clone(), [SampleRow(GREEDY, 0), adjusted(sampling, [])])
+    assert result.token_ids[1] == 5
+    assert set(result.logprobs) == {1}
+    found = result.logprobs[1]
+    assert found.logprob == float(wanted[1, 5])
+    assert [token for token, _ in found.top] == wanted[1].argsort(descending=True)[:3].tolist()
+    assert [logprob for _, logprob in found.top] == wanted[1].sort(descending=True).values[:3].tolist()
+
+
+def test_the_likeliest_tokens_come_with_ties_by_id() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
+    for number, wanted in ((0, []), (1, [1]), (4, [1, 3, 0, 2]), (20, [1, 3, 0, 2, 4, 5])):
+        top = sample_rows(logits.clone(), [SampleRow(replace(GREEDY, num_logprobs=number), 0)]).logprobs[0].top
+        assert [token for token, _ in top] == wanted

@@ -1,12 +1,15 @@
-"""`decode.sampling`: draws that depend on (seed, index) alone, and look random along both."""
+"""`decode.sampling`: draws that depend on (seed, index) alone and look random along both, and what logits are changed
+by."""
 
 from __future__ import annotations
 
 import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from decode.sampling import uniform
+from decode.sampling import LogitAdjustments, SamplingParams, uniform
 
 
 def test_a_draw_is_a_function_of_seed_and_index() -> None:
@@ -50,3 +53,36 @@ def test_draws_stay_what_they_are() -> None:
         0.7862350588316112,
         0.7833257798482393,
     ]
+
+
+@given(
+    output=st.lists(st.integers(0, 6), max_size=12),
+    bias=st.dictionaries(st.integers(0, 8), st.integers(-100, 100)),
+    presence=st.sampled_from([0.0, 0.5, -2.0]),
+    frequency=st.sampled_from([0.0, 0.25, 2.0]),
+)
+def test_adjustments_are_the_formula_over_the_output(
+    output: list[int], bias: dict[int, int], presence: float, frequency: float
+) -> None:
+    sampling = SamplingParams(
+        max_tokens=5, presence_penalty=presence, frequency_penalty=frequency, logit_bias=tuple(bias.items())
+    )
+    stepwise = LogitAdjustments(sampling, ())
+    for token in output:
+        stepwise.count(token)
+    for adjustments in (stepwise, LogitAdjustments(sampling, output)):
+        assert len(set(adjustments.token_ids)) == len(adjustments.token_ids) == len(adjustments.values)
+        found = dict(zip(adjustments.token_ids, adjustments.values, strict=True))
+        for token in range(9):
+            count = output.count(token)
+            assert found.get(token, 0.0) == bias.get(token, 0) - count * frequency - (count > 0) * presence
+
+
+def test_parameters_that_change_no_logit_need_no_adjustments() -> None:
+    assert LogitAdjustments.of(SamplingParams(max_tokens=5), [1, 2]) is None
+    assert LogitAdjustments.of(SamplingParams(max_tokens=5, presence_penalty=0.1), []) is not None
+
+
+def test_ids_that_no_vocabulary_has_are_passed_over() -> None:
+    sampling = SamplingParams(max_tokens=5, logit_bias=((-1, 5.0), (1 << 40, 5.0), (7, 1.0)))
+    assert list(LogitAdjustments(sampling, ()).token_ids) == [7]

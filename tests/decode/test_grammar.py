@@ -1,0 +1,275 @@
+"""`decode.grammar`: which tokens a grammar lets through, where it ends, and what cannot be followed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.checkpoint import open_checkpoint
+from decode.engine import Engine, EngineConfig
+from decode.errors import InvalidGrammar
+from decode.grammar import GrammarMatcher, Grammars
+from decode.sampling import SamplingParams
+from decode.scheduler import StepPlan
+from decode.scripted import ScriptedRunner
+from decode.sequence import Sequence
+from decode.vocabulary import Vocabulary, VocabularyError, checkpoint_vocabulary
+from tests.models import smollm2_path
+
+EOS, END_OF_TURN, TOOL = 0, 1, 2
+WORDS = [b"true", b"false", b'{"', b'":', b'", "', b"\xc3", b"\xa9"]
+TOKENS = [b"", b"", b"", b"", *WORDS, *(bytes([byte]) for byte in range(128))]
+VOCABULARY = Vocabulary(TOKENS, {EOS: "<eos>", END_OF_TURN: "<end_of_turn>", TOOL: "<tool>"}, (EOS, END_OF_TURN))
+PARAMS = SamplingParams(max_tokens=100, stop_token_ids=(EOS, END_OF_TURN))
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: VOCABULARY)
+
+
+def ids(text: str | bytes) -> list[int]:
+    """One token a byte."""
+    return [
+        TOKENS.index(bytes([byte]), 4 + len(WORDS)) for byte in (text.encode() if isinstance(text, str) else text)
+    ]
+
+
+def matcher(grammars: Grammars, grammar: str, text: str = "", **changes: object) -> GrammarMatcher:
+    params = replace(PARAMS, grammar=grammar, **changes)  # type: ignore[arg-type]
+    return grammars.matcher("a", params, ids(text))
+
+
+def allowed(matcher: GrammarMatcher) -> set[int]:
+    mask = matcher.mask()
+    assert mask.dtype == np.int32
+    assert mask.shape == (-(-len(TOKENS) // 32),)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert not bits[len(TOKENS) :].any()
+    return set(bits.nonzero()[0].tolist())
+
+
+def texts(matcher: GrammarMatcher) -> set[bytes]:
+    return {TOKENS[token] for token in allowed(matcher)}
+
+
+def test_tokens_are_allowed_by_their_bytes(grammars: Grammars) -> None:
+    assert texts(matcher(grammars, 'start: "true" | "false" | "tea"')) == {b"true", b"t", b"f", b"false"}
+
+
+def test_a_character_may_be_cut_into_its_bytes(grammars: Grammars) -> None:
+    follower = matcher(grammars, "start: /[é]x?/")
+    assert texts(follower) == {b"\xc3"}
+    follower.accept(TOKENS.index(b"\xc3"))
+    assert texts(follower) == {b"\xa9"}
+
+
+def test_the_output_so_far_decides(grammars: Grammars) -> None:
+    whole = matcher(grammars, 'start: "a" ("b" | "c") "d"', "ac")
+    stepwise = matcher(grammars, 'start: "a" ("b" | "c") "d"')
+    for token in ids("ac"):
+        stepwise.prepare()
+        stepwise.accept(token)
+    assert allowed(whole) == allowed(stepwise) == set(ids("d"))
+
+
+def test_text_without_a_choice_is_cut_into_the_longest_tokens(grammars: Grammars) -> None:
+    assert texts(matcher(grammars, 'start: "true!"')) == {b"true"}
+
+
+def test_tokens_without_text_have_names(grammars: Grammars) -> None:
+    follower = matcher(grammars, 'start: <tool> "x"')
+    assert allowed(follower) == {TOOL}
+    follower.accept(TOOL)
+    assert texts(follower) == {b"x"}
+
+
+def test_stop_tokens_are_allowed_where_the_grammar_may_end(grammars: Grammars) -> None:
+    assert allowed(matcher(grammars, "start: /[0-9]+/")) == set(ids("0123456789"))
+    assert allowed(matcher(grammars, "start: /[0-9]+/", "12")) == {EOS, END_OF_TURN, *ids("0123456789")}
+
+
+def test_nothing_but_a_stop_token_follows_a_complete_output(grammars: Grammars) -> None:
+    assert allowed(matcher(grammars, 'start: "ab"', "ab")) == {EOS, END_OF_TURN}
+
+
+def test_only_the_stop_tokens_of_the_request_end_its_output(grammars: Grammars) -> None:
+    assert allowed(matcher(grammars, 'start: "ab"', "ab", stop_token_ids=(END_OF_TURN, 9999, -1))) == {END_OF_TURN}
+    assert allowed(matcher(grammars, 'start: "ab"', "ab", stop_token_ids=tuple(ids("!")))) == set(ids("!"))
+
+
+def test_an_output_goes_on_to_its_least_length_unless_it_is_complete(grammars: Grammars) -> None:
+    digits = set(ids("0123456789"))
+    assert allowed(matcher(grammars, "start: /[0-9]+/", "12", min_tokens=3)) == digits
+    assert allowed(matcher(grammars, "start: /[0-9]+/", "123", min_tokens=3)) == {EOS, END_OF_TURN} | digits
+    assert allowed(matcher(grammars, 'start: "ab"', "ab", min_tokens=3)) == {EOS, END_OF_TURN}
+
+
+def test_a_mask_stays_until_a_token_is_accepted(grammars: Grammars) -> None:
+    follower = matcher(grammars, "start: /[ab]+/")
+    assert follower.mask() is follower.mask()
+    follower.prepare()
+    first = follower.mask()
+    follower.accept(*ids("a"))
+    assert follower.mask() is not first
+
+
+def test_a_schema_is_followed_token_by_token(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    compact = {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    grammar = json.dumps({"grammars": [{"json_schema": schema | compact}]})
+    follower = matcher(grammars, grammar)
+    text = b""
+    while EOS not in allowed(follower):
+        token = min(allowed(follower), key=lambda token: (-len(TOKENS[token]), token))
+        text += TOKENS[token]
+        follower.accept(token)
+    assert json.loads(text) in ({"a": True}, {"a": False})
+
+
+@given(st.lists(st.sampled_from("abc-"), max_size=8), st.integers(0, 3))
+def test_a_mask_is_a_function_of_the_output_tokens(text: list[str], min_tokens: int) -> None:
+    grammars = _SHARED
+    params = {"min_tokens": min_tokens}
+    stepwise = matcher(grammars, "start: /[abc]*/ (/-+/ /[ab]{1,3}/)?", **params)
+    for index, letter in enumerate(text):
+        (token,) = ids(letter)
+        if token not in allowed(stepwise):
+            with pytest.raises(InvalidGrammar, match=f"output token {index} does not follow it"):
+                matcher(grammars, "start: /[abc]*/ (/-+/ /[ab]{1,3}/)?", "".join(text), **params)
+            return
+        stepwise.accept(token)
+    again = matcher(grammars, "start: /[abc]*/ (/-+/ /[ab]{1,3}/)?", "".join(text), **params)
+    assert allowed(again) == allowed(stepwise)
+
+
+_SHARED = Grammars(lambda: VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("start: nowhere", "unknown name"),
+        ("start: (", "Expected"),
+        ('{"grammars":[{"json_schema":{"type":"circle"}}]}', "circle"),
+        ('{"grammars":', "EOF"),
+        ("start: <nobody>", "nobody"),
+    ],
+)
+def test_a_grammar_that_does_not_compile_is_refused_with_the_reason(
+    grammars: Grammars, grammar: str, reason: str
+) -> None:
+    with pytest.raises(InvalidGrammar, match=f"^a: grammar: .*{reason}"):
+        matcher(grammars, grammar)
+    assert texts(matcher(grammars, 'start: "ok"')) == {b"o"}
+
+
+def test_a_grammar_that_nothing_can_end_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(InvalidGrammar, match="stop_token_ids"):
+        matcher(grammars, 'start: "a"', stop_token_ids=(99_999,))
+
+
+def test_a_vocabulary_that_cannot_be_read_is_the_reason() -> None:
+    def broken() -> Vocabulary:
+        raise VocabularyError("kind 'rwkv' is not supported")
+
+    with pytest.raises(InvalidGrammar, match="rwkv"):
+        matcher(Grammars(broken), 'start: "a"')
+
+
+def test_the_vocabulary_is_read_once() -> None:
+    calls = []
+
+    def read() -> Vocabulary:
+        calls.append(1)
+        return VOCABULARY
+
+    grammars = Grammars(read)
+    grammars.load()
+    for _ in range(3):
+        matcher(grammars, 'start: "a"')
+    assert calls == [1]
+
+
+def test_an_output_that_no_token_continues_says_so(grammars: Grammars) -> None:
+    follower = matcher(grammars, 'start: "a" /[ÿ]/', "a")
+    follower.accept(TOKENS.index(b"\xc3"))
+    assert allowed(follower) == {EOS, END_OF_TURN}
+    assert follower.failure
+
+
+def test_more_grammars_than_are_kept_still_work() -> None:
+    grammars = Grammars(lambda: VOCABULARY)
+    for number in range(70):
+        assert texts(matcher(grammars, f'start: "{number}a"', str(number))) == {b"a"}
+    assert len(grammars._compiled) == 64
+
+
+def engine_of(grammars: Grammars | None) -> Engine:
+    config = EngineConfig(
+        num_blocks=64, max_model_len=200, max_num_seqs=4, max_num_batched_tokens=16, fingerprint="f", block_size=4
+    )
+    return Engine(ScriptedRunner(num_blocks=64, block_size=4), config, grammars)
+
+
+def test_an_engine_without_a_vocabulary_refuses_grammars() -> None:
+    with pytest.raises(InvalidGrammar, match="no vocabulary"):
+        engine_of(None).add(Sequence("a", [5], replace(PARAMS, grammar='start: "a"')))
+
+
+def test_an_engine_refuses_a_grammar_before_it_takes_the_sequence() -> None:
+    engine = engine_of(_SHARED)
+    with pytest.raises(InvalidGrammar):
+        engine.add(Sequence("a", [5], replace(PARAMS, grammar="start: (")))
+    assert not engine.has_unfinished
+
+
+def test_a_sequence_whose_grammar_fails_ends_alone_and_says_why() -> None:
+    engine = engine_of(_SHARED)
+    failing = Sequence("a", [5, 6], replace(PARAMS, grammar="start: /[ab]+/"))
+    engine.add(failing)
+    engine.add(Sequence("b", [7, 8, 9], SamplingParams(max_tokens=3)))
+    assert failing.grammar is not None
+    failing.grammar.failure = "too complex"
+    outputs = {output.sequence_id: output for output in engine.step()}
+    assert (outputs["a"].token_ids, outputs["a"].finish_reason, outputs["a"].failure) == ((), None, "too complex")
+    assert (len(outputs["b"].token_ids), outputs["b"].failure) == (1, None)
+    engine.check_integrity()
+    while engine.has_unfinished:
+        assert {output.sequence_id for output in engine.step()} == {"b"}
+
+
+def test_masks_are_being_computed_while_the_model_runs() -> None:
+    under_way: list[bool] = []
+
+    class Runner(ScriptedRunner):
+        def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+            under_way.extend(item.sequence.grammar._next is not None for item in plan.scheduled)
+            return super().execute(plan)
+
+    engine = engine_of(_SHARED)
+    engine._runner = Runner(num_blocks=64, block_size=4)
+    engine.add(Sequence("a", [5], replace(PARAMS, max_tokens=2, grammar="start: /[ab]{9}/")))
+    engine.step()
+    engine.step()
+    assert under_way == [True, True]
+
+
+def test_the_vocabulary_of_a_real_checkpoint_follows_a_schema() -> None:
+    vocabulary = checkpoint_vocabulary(open_checkpoint(smollm2_path()))
+    assert len(vocabulary.token_bytes) == 49152
+    assert vocabulary.names[2] == "<|im_end|>"
+    grammar = (
+        '{"grammars":[{"json_schema":{"type":"object","required":["name"],"properties":{"name":{"const":"é"}}}}]}'
+    )
+    params = SamplingParams(max_tokens=9, stop_token_ids=vocabulary.eos_token_ids, grammar=grammar)
+    follower = Grammars(lambda: vocabulary).matcher("a", params, [])
+    bits = np.unpackbits(follower.mask().view(np.uint8), bitorder="little")
+    first = {vocabulary.token_bytes[token] for token in bits.nonzero()[0]}
+    assert first
+    assert all(text.startswith(b"{") for text in first)
