@@ -29,6 +29,7 @@ from tasks.contract import (
     encode_terminal,
     encode_worker_info,
     encode_worker_load,
+    entry_id,
     pack_tokens,
     unpack_tokens,
 )
@@ -366,7 +367,7 @@ class RequestRecords:
         """Publish the tokens of one engine step, in one script and one round trip; one answer for each, in order."""
         arguments = [argument for item in appends for argument in _append_arguments(item)]
         replies = self._scripts.call("append", now_ms, self._active_ttl_ms, self._stream_ttl_ms, *arguments)
-        return [Appended(int(reply[1])) if reply[0] == b"ok" else Refused(reply[0].decode()) for reply in replies]
+        return [Refused(reply[0].decode()) if isinstance(reply, list) else Appended(int(reply)) for reply in replies]
 
     def release(self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None) -> Outlook:
         """Give an assignment back for another attempt. None when it is not this worker's any more.
@@ -545,19 +546,15 @@ def retry_after_s(num_waiting: int, num_claimed: Sequence[int], elapsed_ms: int)
 
 
 def _append_arguments(item: Append) -> Sequence[Argument]:
+    tokens = pack_tokens(item.token_ids)
+    start = (item.request_id, item.attempt, item.first_index, tokens, item.num_cached_tokens)
     end = item.terminal
+    if end is None and tokens and not item.logprobs:
+        return (*start, entry_id(item.first_index, item.attempt), item.first_index + len(item.token_ids))
     terminal: tuple[Argument, ...] = ("", "", "")
     if end is not None:
         terminal = (end.state, end.reason, encode_terminal(end.state, end.reason, end.message))
-    return (
-        item.request_id,
-        item.attempt,
-        item.first_index,
-        pack_tokens(item.token_ids),
-        item.num_cached_tokens,
-        *terminal,
-        item.logprobs,
-    )
+    return (*start, "", *terminal, item.logprobs)
 
 
 def _offered(request_id: str, reply: Any) -> Outlook:

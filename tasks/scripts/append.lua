@@ -1,22 +1,12 @@
--- The tokens of one engine step: as many assignments as there are groups of arguments, one reply for each.
--- now, active_ttl_ms, stream_ttl_ms, then for each: id, attempt, first_index, packed tokens, cached tokens,
--- end state ('' = goes on), end reason, terminal entry, packed log probabilities ('' = none)
+-- The tokens of one engine step: as many assignments as there are groups of arguments, one reply for each: the
+-- next index, or a list with the reason of the refusal.
+-- now, active_ttl_ms, stream_ttl_ms, then for each: id, attempt, first_index, packed tokens, cached tokens, entry id,
+--   and if the entry id is not '', because there are tokens and nothing else: index after the tokens
+--   otherwise: end state ('' = goes on), end reason, terminal entry, packed log probabilities ('' = none)
 local active_ttl, stream_ttl = ARGV[2], ARGV[3]
 
 local function append(id, attempt, first_index, tokens, cached, end_state, end_reason, terminal, logprobs)
   local req, out = REQUEST:format(id), OUT:format(id)
-
-  -- PERF: nearly every append is this one, and needs five fields and two writes.
-  local flat = redis.call('HMGET', req, 'state', 'attempt', 'next_index', 'losses', 'cached')
-  local next_index = tonumber(flat[3])
-  if flat[1] == 'streaming' and flat[2] == attempt and first_index == next_index and end_state == ''
-      and flat[4] == '0' and flat[5] == cached and #tokens > 0 and logprobs == '' then
-    redis.call('XADD', out, int(next_index + 1) .. '-' .. attempt, 't', tokens)
-    next_index = int(next_index + #tokens / 4)
-    redis.call('HSET', req, 'next_index', next_index)
-    return { 'ok', next_index }
-  end
-
   local r = record(id)
   if not r then
     return { 'missing' }
@@ -27,7 +17,7 @@ local function append(id, attempt, first_index, tokens, cached, end_state, end_r
   if is_over(r) then
     -- A re-send after a lost reply ends where its first sending ended; anything else came too late.
     if end_state ~= '' and redis.call('HGET', req, 'ended_by') == attempt then
-      return { 'ok', int(r.next_index) }
+      return int(r.next_index)
     end
     return { 'closed' }
   end
@@ -61,12 +51,32 @@ local function append(id, attempt, first_index, tokens, cached, end_state, end_r
   if end_state ~= '' then
     finish(r, end_state, end_reason, terminal, attempt, stream_ttl)
   end
-  return { 'ok', int(r.next_index) }
+  return int(r.next_index)
+end
+
+-- PERF: nearly every append is this one. It compares and writes the strings that it was given: 12 -> 8 microseconds.
+local function append_plain(id, attempt, first_index, tokens, cached, entry, next_index)
+  local req = REQUEST:format(id)
+  local flat = redis.call('HMGET', req, 'state', 'attempt', 'next_index', 'losses', 'cached')
+  if flat[1] == 'streaming' and flat[2] == attempt and flat[3] == first_index and flat[4] == '0'
+      and flat[5] == cached then
+    redis.call('XADD', OUT:format(id), entry, 't', tokens)
+    redis.call('HSET', req, 'next_index', next_index)
+    return next_index
+  end
+  return append(id, attempt, tonumber(first_index), tokens, cached, '', '', '', '')
 end
 
 local replies = {}
-for n = 4, #ARGV, 9 do
-  replies[#replies + 1] = append(ARGV[n], ARGV[n + 1], tonumber(ARGV[n + 2]), ARGV[n + 3], ARGV[n + 4], ARGV[n + 5],
-    ARGV[n + 6], ARGV[n + 7], ARGV[n + 8])
+local n = 4
+while n <= #ARGV do
+  local id, attempt, first_index, tokens, cached, entry = unpack(ARGV, n, n + 5)
+  if entry ~= '' then
+    replies[#replies + 1] = append_plain(id, attempt, first_index, tokens, cached, entry, ARGV[n + 6])
+    n = n + 7
+  else
+    replies[#replies + 1] = append(id, attempt, tonumber(first_index), tokens, cached, unpack(ARGV, n + 6, n + 9))
+    n = n + 10
+  end
 end
 return replies
