@@ -1,4 +1,4 @@
-"""What the text edge costs: templating and tokenising a prompt, detokenising a stream, finding calls and thoughts in it.
+"""What the text edge costs: templating and tokenising a prompt, detokenising a stream, finding calls in it.
 
     python -m bench.text PATH_OF_A_CHECKPOINT
 
