@@ -21,13 +21,15 @@ from tasks.broker import ACTOR_NAME
 from tasks.contract import ContractError, GenerationJob, WorkerInfo
 from tasks.engine_loop import Outcome
 from tasks.errors import FingerprintMismatch, Stale
-from tasks.record import Claimed, Failed, Reoffer, RequestRecords
+from tasks.record import Append, Claimed, Failed, Reoffer, RequestRecords, Terminal
 from tasks.submit import Submitter
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 0.5
+TOO_LARGE_PAUSE_S = 0.25
+"""Before what is too large for this worker is offered again: it may well be the first to see it."""
 
 T = TypeVar("T")
 
@@ -69,7 +71,9 @@ class Generate:
         if claimed is None:
             return
         outcome = self._loop.run(claimed.job, attempt, claimed.token_ids)
-        if outcome not in ("ended", "fenced"):
+        if outcome == "too_large" and not self._fits_elsewhere(claimed):
+            self._fail_too_large(claimed, attempt)
+        elif outcome not in ("ended", "fenced"):
             self._release(request_id, attempt, outcome)
 
     def _claim(self, request_id: str, attempt: int) -> Claimed | None:
@@ -95,11 +99,31 @@ class Generate:
         match self._persist(lambda: self._records.release(request_id, attempt, worker, reason)):
             case Reoffer() as reoffer:
                 log.info("%s attempt=%d: released, %s", request_id, attempt, reason)
+                if reason == "too_large":
+                    self._stopping.wait(TOO_LARGE_PAUSE_S)
                 self._submitter.requeue(reoffer)
             case Failed() as failed:
                 log.error("%s attempt=%d: failed, %s", request_id, attempt, failed.reason)
             case _:
                 pass
+
+    def _fits_elsewhere(self, claimed: Claimed) -> bool:
+        """Whether a live worker that may continue this answer has room for it."""
+        num_tokens = len(claimed.job.prompt_token_ids) + len(claimed.token_ids) + 1
+        workers = self._persist(lambda: self._records.workers(self._info.model))
+        return workers is None or any(
+            info.fingerprint == self._info.fingerprint and num_tokens <= min(info.kv_cache_tokens, info.max_model_len)
+            for info, _ in workers
+        )
+
+    def _fail_too_large(self, claimed: Claimed, attempt: int) -> None:
+        request_id = claimed.job.request_id
+        num_tokens = len(claimed.job.prompt_token_ids) + len(claimed.token_ids)
+        message = f"no live worker has room for an answer that is {num_tokens} tokens long with its prompt"
+        log.error("%s attempt=%d: failed, %s", request_id, attempt, message)
+        end = Terminal("failed", "context_length_exceeded", message)
+        append = Append(request_id, attempt, len(claimed.token_ids), (), terminal=end)
+        self._persist(lambda: self._records.append_many([append]))
 
     def _persist(self, call: Callable[[], T]) -> T | None:
         """Call until Redis answers. None when the worker stops first: the watchdog finds the request."""

@@ -36,9 +36,9 @@ _REASONS: dict[type[DecodeError], str] = {
 }
 """What a request that the engine refuses has failed with; anything else is an "invalid_prompt"."""
 
-Outcome = Literal["ended", "fenced", "drain", "gap", "engine_error"]
-"""ended: the terminal entry is published. fenced: the request is somebody else's, or over. The other three: give the
-assignment back with this reason (`RequestRecords.release`)."""
+Outcome = Literal["ended", "fenced", "drain", "gap", "engine_error", "too_large"]
+"""ended: the terminal entry is published. fenced: the request is somebody else's, or over. The others: give the
+assignment back with this reason (`RequestRecords.release`); too_large: to a worker that has more room, if any."""
 
 
 class Publishing(Protocol):
@@ -243,6 +243,10 @@ class EngineLoop:
         try:
             self._engine.add(EngineSequence(handle.sequence_id, job.prompt_token_ids, job.sampling, handle.token_ids))
         except DecodeError as error:
+            if isinstance(error, PromptTooLong) and error.fits_elsewhere:
+                log.warning("%s attempt=%d: given back, %s", job.request_id, handle.attempt, error)
+                self._end(handle.sequence_id, "too_large")
+                return
             reason = _REASONS.get(type(error), "invalid_prompt")
             log.warning("%s attempt=%d: refused, %s", job.request_id, handle.attempt, error)
             self.publisher.publish([self._append(handle, (), Terminal("failed", reason, str(error)))])

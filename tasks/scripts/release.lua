@@ -14,4 +14,5 @@ end
 if ARGV[6] == '1' then
   return lose(r, 'released', reason, tonumber(ARGV[7]), ARGV[8], tonumber(ARGV[9]), ARGV[10], ARGV[11])
 end
-return offer_again(r, 'released', reason, true, tonumber(ARGV[9]), ARGV[10])
+-- What does not fit here has been waiting for somebody whom it fits since it was let down: no new deadline.
+return offer_again(r, 'released', reason, reason ~= 'too_large', tonumber(ARGV[9]), ARGV[10])

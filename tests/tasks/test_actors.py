@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from redis.exceptions import ConnectionError
 from tasks import actors, keys
 from tasks.actors import Generate, make_generate
 from tasks.broker import build_broker
-from tasks.contract import GenerationJob
+from tasks.contract import GenerationJob, WorkerLoad
 from tasks.engine_loop import Outcome
 from tasks.record import Append, Terminal
 from tasks.submit import Submitter
@@ -184,3 +185,52 @@ def test_the_actor_is_registered_under_the_name_that_messages_carry(room: Room) 
     room.cell.submit()
     room.broker.get_actor("generate")("r1", 1)
     assert len(room.loop.runs) == 1
+
+
+# -- an answer that has grown too large for this worker
+
+
+@pytest.fixture
+def grown(room: Room, monkeypatch: pytest.MonkeyPatch) -> Room:
+    """A stream of four tokens on offer, which the engine of this worker has no room for."""
+    monkeypatch.setattr(actors, "TOO_LARGE_PAUSE_S", 0)
+    room.cell.submit()
+    room.cell.claim()
+    room.cell.append(0, 5, 6, 7, 8)
+    room.cell.records.release("r1", 1, "w1", "drain")
+    room.loop.outcome = "too_large"
+    return room
+
+
+def join(room: Room, worker: str, kv_cache_tokens: int, fingerprint: str = "fp") -> None:
+    described = replace(info(worker, fingerprint=fingerprint), kv_cache_tokens=kv_cache_tokens)
+    room.cell.records.heartbeat(described, WorkerLoad(), 10**13, room.cell.now_ms)
+
+
+def test_what_is_too_large_here_goes_to_a_worker_that_has_room(grown: Room) -> None:
+    join(grown, "w1", 7)
+    join(grown, "w2", 8)
+    grown.generate("r1", 2)
+    assert (grown.cell.state().state, grown.cell.state().attempt) == ("offered", 3)
+    assert grown.queued(keys.queue_continue(MODEL, "fp")) == 1
+
+
+def test_what_is_too_large_for_every_live_worker_fails_and_says_so(grown: Room) -> None:
+    join(grown, "w1", 7)
+    join(grown, "w2", 7)
+    join(grown, "w3", 1000, "another")
+    grown.generate("r1", 2)
+    end = grown.cell.end()
+    assert (end.state, end.reason, end.index) == ("failed", "context_length_exceeded", 4)
+    assert "7 tokens long" in end.message
+    assert grown.cell.tokens() == [5, 6, 7, 8]
+
+
+def test_looking_for_room_is_never_poison_and_ends_at_the_deadline(grown: Room) -> None:
+    join(grown, "w1", 7)
+    join(grown, "w2", 8)
+    waiting_ms = grown.cell.redis.hget(keys.request("r1"), "waiting_ms")
+    for attempt in range(2, 7):
+        grown.generate("r1", attempt)
+    assert grown.cell.state().state == "offered"
+    assert grown.cell.redis.hget(keys.request("r1"), "waiting_ms") == waiting_ms

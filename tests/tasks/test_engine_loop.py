@@ -25,8 +25,8 @@ NUM_BLOCKS = 16
 class Runner(ScriptedRunner):
     """The scripted runner, which fails or does something else first when a test says so."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=NUM_BLOCKS, block_size=16)
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=16)
         self.before: Callable[[], None] = lambda: None
 
     def execute(self, plan: StepPlan) -> list[int]:
@@ -54,10 +54,10 @@ class Notes:
 
 
 class Room:
-    def __init__(self, max_num_seqs: int = 4, max_num_batched_tokens: int = 32) -> None:
-        self.runner = Runner()
+    def __init__(self, max_num_seqs: int = 4, max_num_batched_tokens: int = 32, num_blocks: int = NUM_BLOCKS) -> None:
+        self.runner = Runner(num_blocks)
         config = EngineConfig(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -218,6 +218,27 @@ def test_a_prompt_that_can_never_run_fails_the_request(room: Room, prompt: tuple
     assert append.terminal is not None
     assert (append.terminal.state, append.terminal.reason) == ("failed", reason)
     assert handle.outcome == "ended"
+
+
+def test_a_continuation_that_has_outgrown_this_cache_is_given_back_not_failed() -> None:
+    room = Room(num_blocks=2)
+    handle = room.hand_over(job(prompt=tuple(range(20)), max_tokens=50), attempt=2, token_ids=tuple(range(12)))
+    assert room.drive() == []
+    assert handle.outcome == "too_large"
+    fresh = room.hand_over(job("r2", prompt=tuple(range(40)), max_tokens=5))
+    [append] = room.drive()
+    assert append.terminal is not None
+    assert append.terminal.reason == "context_length_exceeded"
+    assert fresh.outcome == "ended"
+
+
+def test_a_grammar_that_does_not_compile_fails_its_request_alone(room: Room) -> None:
+    other = room.hand_over(job("a", max_tokens=3))
+    broken = room.hand_over(job("b", max_tokens=3, grammar='{"kind": "nonsense"}'))
+    appends = room.drive()
+    [end] = [item.terminal for item in appends if item.request_id == "b" and item.terminal is not None]
+    assert (end.state, end.reason) == ("failed", "invalid_grammar")
+    assert (other.outcome, broken.outcome) == ("ended", "ended")
 
 
 def test_a_step_that_raises_gives_all_assignments_back_and_the_engine_goes_on(room: Room) -> None:
