@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check setup demo bench bench-peers clean
+.PHONY: serve test check setup demo bench bench-peers soak clean
 
 serve: setup
 	@exec $(BIN)/tokenferry serve
@@ -32,6 +32,11 @@ bench: setup
 bench-peers: setup
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m bench.peers --install --runs 3
+
+# Faults of every kind at a real server for MINUTES; SEED=n repeats the schedule of another run. Writes the report.
+soak: setup
+	$(BIN)/tokenferry pull smollm2-135m-instruct
+	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) --report bench/RELIABILITY.md
 
 setup: $(VENV)/installed
 

@@ -86,6 +86,19 @@ class FaultyCell(TestedCell):
         with connect(self.valkey.url, use="queue") as client:
             return sorted(key.decode() for key in client.scan_iter("*") if b"__heartbeats__" not in key)
 
+    def lifetimes_ms(self) -> dict[str, int]:
+        """Every key of both databases with its time to live; below 0: for ever."""
+        found: dict[str, int] = {}
+        for use in ("short", "queue"):
+            with connect(self.valkey.url, use=use) as client:
+                for key in client.scan_iter("*", count=1000):
+                    found[f"{use} {key.decode()}"] = int(client.pttl(key))  # type: ignore[arg-type]
+        return found
+
+    def is_complete(self) -> bool:
+        """Every worker process has a live engine: the lease of a dead one may still be there."""
+        return super().is_complete() and all(self.engine_of(name) is not None for name in self.worker_names)
+
     def wait_complete(self, timeout_s: float = 60.0) -> None:
         self.wait_until(self.is_complete, "the cell is whole again", timeout_s)
 

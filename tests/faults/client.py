@@ -21,6 +21,10 @@ End = Literal["", "done", "error", "refused", "left", "cut", "hung", "unreached"
 connection. cut: it broke. hung: the client's time was over. unreached: nobody listened."""
 
 
+Habit = Literal["plain", "resume", "retry", "stop", "background"]
+"""What a client does beyond asking once (`tests.faults.persistent`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request, and how its client behaves."""
@@ -33,6 +37,8 @@ class Ask:
     """Close the connection after so many events with text; 0: as soon as the request is sent."""
     pause_s: float = 0.0
     """After each read, with small buffers: a slow reader."""
+    num_choices: int = 1
+    habit: Habit = "plain"
     fields: tuple[tuple[str, Any], ...] = ()
     headers: tuple[tuple[str, str], ...] = ()
 
@@ -49,14 +55,21 @@ class Seen:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     request_id: str = ""
-    text: str = ""
-    finish_reasons: list[str] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)
+    """Of each choice."""
+    finish_reasons: dict[int, list[str]] = field(default_factory=dict)
     error_code: str = ""
-    ids: list[tuple[int, int]] = field(default_factory=list)
-    """(id of an event with text, number of characters that came with it and before)."""
+    ids: list[tuple[str, dict[int, int]]] = field(default_factory=list)
+    """(id of an event with text, number of characters of each choice that came with it and before)."""
+    last_id: str = ""
     arrivals_s: list[float] = field(default_factory=list)
     num_completion_tokens: int = 0
     is_marked_done: bool = False
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.texts.get(0, "")
 
     @property
     def answered_in_s(self) -> float:
@@ -78,14 +91,21 @@ async def ask(
     """
     seen = into or Seen(wanted, web)
     seen.began_s = time.monotonic()
+    request = request_bytes("POST", "/v1/chat/completions", body_of(wanted, model), wanted.headers)
+    await exchange(port, request, seen, limit_s)
+    return seen
+
+
+async def exchange(port: int, request: bytes, seen: Seen, limit_s: float) -> None:
+    """Send these bytes and read the answer into `seen`, as its ask wants it to be read."""
+    seen.end, seen.status, seen.error_code = "", 0, ""
     try:
-        await asyncio.wait_for(_exchange(port, seen, model), limit_s)
+        await asyncio.wait_for(_exchange(port, request, seen), limit_s)
     except TimeoutError:
         seen.end = "hung"
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         seen.end = seen.end or "cut"
     seen.ended_s = time.monotonic()
-    return seen
 
 
 class Asking:
@@ -123,6 +143,8 @@ def body_of(wanted: Ask, model: str) -> bytes:
         "stream": wanted.is_streamed,
         **dict(wanted.fields),
     }
+    if wanted.num_choices > 1:
+        fields["n"] = wanted.num_choices
     if wanted.is_streamed:
         fields["stream_options"] = {"include_usage": True}
     if wanted.stop:
@@ -138,7 +160,7 @@ def request_bytes(method: str, path: str, body: bytes = b"", headers: tuple[tupl
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def _exchange(port: int, seen: Seen, model: str) -> None:
+async def _exchange(port: int, request: bytes, seen: Seen) -> None:
     wanted = seen.ask
     try:
         reader, writer = await _connect(port, is_slow=wanted.pause_s > 0)
@@ -146,7 +168,7 @@ async def _exchange(port: int, seen: Seen, model: str) -> None:
         seen.end = "unreached"
         return
     try:
-        writer.write(request_bytes("POST", "/v1/chat/completions", body_of(wanted, model), wanted.headers))
+        writer.write(request)
         await writer.drain()
         if wanted.leave_after == 0:
             seen.end = "left"
@@ -184,12 +206,16 @@ async def read_answer(reader: asyncio.StreamReader, seen: Seen) -> None:
 
 
 def _take_whole(answer: dict[str, Any], seen: Seen) -> None:
-    if "error" in answer:
+    if answer.get("error"):
         seen.end, seen.error_code = "refused", str(answer["error"]["code"])
         return
-    choice = answer["choices"][0]
-    seen.text = choice["message"]["content"]
-    seen.finish_reasons.append(choice["finish_reason"])
+    seen.request_id = answer["id"]
+    if answer.get("status") in ("queued", "in_progress"):
+        seen.end = "left"
+        return
+    for choice in answer["choices"]:
+        seen.texts[choice["index"]] = choice["message"]["content"]
+        seen.finish_reasons[choice["index"]] = [choice["finish_reason"]]
     seen.num_completion_tokens = answer["usage"]["completion_tokens"]
     seen.end, seen.is_marked_done = "done", True
 
@@ -210,10 +236,10 @@ async def _read_events(reader: asyncio.StreamReader, seen: Seen) -> None:
 
 
 def _take_event(block: bytes, seen: Seen) -> None:
-    event_id, data = -1, b""
+    event_id, data = "", b""
     for line in block.split(b"\n"):
         if line.startswith(b"id: "):
-            event_id = int(line[4:].split(b",")[0])
+            event_id = seen.last_id = line[4:].decode()
         elif line.startswith(b"data: "):
             data = line[6:]
     if data == b"[DONE]":
@@ -222,7 +248,7 @@ def _take_event(block: bytes, seen: Seen) -> None:
         _take_chunk(json.loads(data), event_id, seen)
 
 
-def _take_chunk(chunk: dict[str, Any], event_id: int, seen: Seen) -> None:
+def _take_chunk(chunk: dict[str, Any], event_id: str, seen: Seen) -> None:
     if "error" in chunk:
         seen.error_code = str(chunk["error"]["code"])
         return
@@ -230,9 +256,10 @@ def _take_chunk(chunk: dict[str, Any], event_id: int, seen: Seen) -> None:
     if usage := chunk.get("usage"):
         seen.num_completion_tokens = usage["completion_tokens"]
     for choice in chunk["choices"]:
+        index = choice["index"]
         if choice["finish_reason"]:
-            seen.finish_reasons.append(choice["finish_reason"])
+            seen.finish_reasons.setdefault(index, []).append(choice["finish_reason"])
         if text := choice["delta"].get("content"):
-            seen.text += text
+            seen.texts[index] = seen.texts.get(index, "") + text
             seen.arrivals_s.append(time.monotonic())
-            seen.ids.append((event_id, len(seen.text)))
+            seen.ids.append((event_id, {number: len(known) for number, known in seen.texts.items()}))

@@ -21,8 +21,9 @@ from itertools import pairwise
 from redis.exceptions import RedisError
 
 from tests.faults.cell import FaultyCell
-from tests.faults.client import Seen, ask
+from tests.faults.client import Seen
 from tests.faults.oracle import Oracle
+from tests.faults.persistent import ask_with_habit
 from tests.faults.schedule import KINDS, Fault, FaultKind, draw_ask, draw_faults
 from tests.faults.verdict import Broken, judge_client, judge_record
 from tokenferry.errors import ForPeople
@@ -63,6 +64,7 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+    habits: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     num_checked_records: int = 0
     gaps_s: dict[str, list[float]] = field(default_factory=dict)
@@ -125,7 +127,7 @@ class Driver:
     async def _client(self, rng: random.Random, until_s: float) -> None:
         while time.monotonic() < until_s:
             web = rng.randrange(len(self._cell.ports))
-            seen = await ask(self._cell.ports[web], draw_ask(rng, self._oracle), web=web, limit_s=HANG_S)
+            seen = await ask_with_habit(self._cell.ports, web, draw_ask(rng, self._oracle), rng, limit_s=HANG_S)
             self._seen.append(seen)
             if seen.end in ("refused", "cut", "unreached"):
                 await asyncio.sleep(0.1)
@@ -290,13 +292,16 @@ class Driver:
             self._note(Broken("leftover", "", f"left over: {await asyncio.to_thread(cell.leftovers)}"))
         for seen in self._seen:
             report.ends[seen.end] += 1
-            report.num_tokens += seen.text.count(">")
+            report.num_tokens += sum(text.count(">") for text in seen.texts.values())
+            report.habits[seen.ask.habit] += 1
             if seen.error_code:
                 report.errors[f"{seen.error_code} ({'event' if seen.status == 200 else seen.status})"] += 1
             self._note(judge_client(seen, self._oracle, self._excuses(seen)))
             if seen.request_id:
                 report.num_checked_records += 1
-                self._note(judge_record(cell.redis, seen.request_id, seen.ask.content, self._oracle))
+                for number in range(seen.ask.num_choices):
+                    choice_id = f"{seen.request_id}.{number}" if number else seen.request_id
+                    self._note(judge_record(cell.redis, choice_id, seen.ask.content, self._oracle))
         self._measure_gaps()
 
     def _excuses(self, seen: Seen) -> frozenset[str]:

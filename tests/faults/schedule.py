@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.faults.client import Ask
+from tests.faults.client import Ask, Habit
 from tests.faults.oracle import MAX_TOKENS, NUM_STORIES, Oracle, story
 
 ENDS = (9, 33, 77)
@@ -34,7 +34,7 @@ class FaultKind:
 
 _REDIS_AWAY = frozenset({"queue_unreachable", "no_worker"})
 _WORKER_AWAY = frozenset({"no_worker", "poison"})
-_WEB_AWAY = frozenset({"cut", "shutting_down", "reader_gone"})
+_WEB_AWAY = frozenset({"cut", "shutting_down", "disconnect"})
 
 KINDS = (
     FaultKind("kill -9 of an engine process", "worker", excuses=_WORKER_AWAY, weight=4),
@@ -47,7 +47,7 @@ KINDS = (
     FaultKind("kill -9 of the bridge", "bridge", weight=2),
     FaultKind("freeze of the bridge", "bridge", 0.3, 2.0),
     FaultKind("kill -9 of Redis, and a restart", "redis", 0.0, 1.0, excuses=_REDIS_AWAY | _WORKER_AWAY, weight=2),
-    FaultKind("freeze of Redis", "redis", 0.3, 3.0, excuses=_REDIS_AWAY | _WORKER_AWAY | {"reader_gone"}, weight=2),
+    FaultKind("freeze of Redis", "redis", 0.3, 3.0, excuses=_REDIS_AWAY | _WORKER_AWAY | {"disconnect"}, weight=2),
     FaultKind("a stalled way to Redis", "link", 0.3, 2.0, excuses=_REDIS_AWAY | _WORKER_AWAY, weight=2),
     FaultKind("a cut way to Redis", "link", excuses=_REDIS_AWAY, weight=2),
     FaultKind("a lost reply of Redis, connection cut", "link", excuses=_REDIS_AWAY, weight=2),
@@ -100,4 +100,12 @@ def draw_ask(rng: random.Random, oracle: Oracle) -> Ask:
     if not is_streamed and leave_after:
         leave_after = 0
     pause_s = 0.02 if is_streamed and 0.2 <= behaviour < 0.25 else 0.0
-    return Ask(content, max_tokens, stop, is_streamed, leave_after, pause_s)
+    num_choices = 1 if rng.random() < 0.85 else rng.randrange(2, 4)
+    habit: Habit = "plain"
+    if 0.25 <= behaviour < 0.6:
+        habit = rng.choice(("resume", "resume", "retry", "stop", "background"))
+        if habit == "resume":
+            is_streamed, leave_after = True, rng.choice((None, rng.randrange(1, 40)))
+        elif habit == "background":
+            is_streamed = False
+    return Ask(content, max_tokens, stop, is_streamed, leave_after, pause_s, num_choices, habit)

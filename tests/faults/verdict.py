@@ -25,6 +25,10 @@ Kind = Literal["lost", "repeated", "reordered", "hung", "end", "leftover"]
 TERMINAL_STATES = (b"finished", b"cancelled", b"failed")
 
 
+BROKEN_CODES: dict[str, Kind] = {"completion_not_found": "lost", "doubled": "repeated"}
+"""What no fault explains: an accepted answer that nobody knows, and a second answer to one key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Broken:
     """One broken promise."""
@@ -38,21 +42,33 @@ def judge_client(seen: Seen, oracle: Oracle, excused: frozenset[str]) -> Broken 
     """`excused`: the error codes (and "cut", a connection that broke) that the faults of the time explain."""
     ask = seen.ask
     expected = oracle.answer(ask.content, ask.max_tokens, ask.stop)
+    if seen.error_code in BROKEN_CODES:
+        return Broken(BROKEN_CODES[seen.error_code], seen.request_id, f"{seen.error_code}: {seen}")
+    if ask.habit == "stop" and seen.error_code == "stopped":
+        return None
+    if seen.end in ("cut", "error", "refused") and ask.habit in ("resume", "background") and seen.last_id:
+        return Broken("lost", seen.request_id, f"came back in vain: {seen.end} {seen.error_code}")
     if seen.end == "hung":
         return Broken("hung", seen.request_id, f"no end within its time, {len(seen.text)} characters came: {ask}")
-    if not expected.text.startswith(seen.text):
-        return Broken(_kind_of(expected.text, seen.text), seen.request_id, f"{seen.text!r}, not {expected.text!r}")
+    for text in seen.texts.values():
+        if not expected.text.startswith(text):
+            return Broken(_kind_of(expected.text, text), seen.request_id, f"{text!r}, not {expected.text!r}")
     if fault := _index_fault(seen, expected):
         return Broken("reordered", seen.request_id, fault)
     match seen.end:
         case "done":
-            if seen.text != expected.text:
-                return Broken("lost", seen.request_id, f"ended cleanly after {seen.text!r}, of {expected.text!r}")
-            if seen.finish_reasons != [expected.finish_reason] or not seen.is_marked_done:
-                return Broken("end", seen.request_id, f"{seen.finish_reasons}, not {expected.finish_reason}")
+            for number in range(ask.num_choices):
+                if (text := seen.texts.get(number, "")) != expected.text:
+                    return Broken("lost", seen.request_id, f"ended cleanly after {text!r}, of {expected.text!r}")
+                if seen.finish_reasons.get(number) != [expected.finish_reason] or not seen.is_marked_done:
+                    return Broken("end", seen.request_id, f"{seen.finish_reasons}, not {expected.finish_reason}")
         case "error" | "refused":
             if seen.error_code not in excused:
-                return Broken("end", seen.request_id, f"{seen.end} {seen.status} {seen.error_code} for no reason")
+                return Broken(
+                    "end",
+                    seen.request_id,
+                    f"{seen.end} {seen.status} {seen.error_code} for no reason: web {seen.web}, {ask}",
+                )
         case "cut" | "unreached":
             if "cut" not in excused:
                 return Broken("end", seen.request_id, "the connection broke for no reason")
@@ -95,10 +111,12 @@ def _index_fault(seen: Seen, answer: Answer) -> str:
         return ""
     num_texts = answer.text.count(">")
     for event_id, num_characters in seen.ids:
-        num_seen = seen.text.count(">", 0, num_characters)
-        # The EOS token has no text: it may or may not be counted where the text is complete.
-        if event_id + 1 != num_seen and not (num_seen == num_texts and event_id + 1 == len(answer.token_ids)):
-            return f"event {event_id} completes token {num_seen - 1}"
+        for number, index in enumerate(map(int, event_id.split(","))):
+            num_seen = seen.texts.get(number, "").count(">", 0, num_characters.get(number, 0))
+            # Where the text is complete, the EOS token (which has no text) and the finish may be counted too.
+            is_known_end = num_seen == num_texts and num_seen <= index + 1 <= len(answer.token_ids) + 1
+            if index + 1 != num_seen and not is_known_end:
+                return f"choice {number}: event {event_id} completes token {num_seen - 1}"
     return ""
 
 

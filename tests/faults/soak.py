@@ -1,0 +1,343 @@
+"""`make soak MINUTES=n`: the driver for a long time, the figures of single faults, and a report of it all.
+
+    python -m tests.faults.soak --minutes 10 --report bench/RELIABILITY.md
+
+Everything stays on the loopback address and in a temporary folder, and ends with this process. The exit status is 1
+when a promise was broken; the seed that is printed repeats the schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode.registry import DEFAULT_MODEL, ModelError, resolve
+from tasks.settings import cache_dir
+from tests.faults.cell import FaultyCell
+from tests.faults.driver import Driver, Report
+from tests.faults.failover import Gaps, flood, measure_failover, measure_neighbours, percentile
+from tests.faults.schedule import KINDS
+
+ROUND_S = 20.0
+LINKS = ("web.2", "worker.2", "worker.3", "bridge")
+SCRIPTED = {"SCRIPTED_STEP_MS": "10", "MAX_NUM_SEQS": "8", "STREAM_TTL_S": "60"}
+REAL = {"NUM_THREADS": "1", "KV_CACHE_TOKENS": "8192", "MAX_NUM_SEQS": "8"}
+SAMPLING = (("temperature", 0.9), ("seed", 11), ("frequency_penalty", 0.4))
+
+
+@dataclass(slots=True)
+class Figures:
+    """All that the report says."""
+
+    minutes: float
+    seed: int
+    mixed: Report | None = None
+    gaps: list[Gaps] = field(default_factory=list)
+    neighbours_read_s: list[float] = field(default_factory=list)
+    neighbours_deaf_s: list[float] = field(default_factory=list)
+    flood: dict[str, float] = field(default_factory=dict)
+    memory_kb: list[tuple[str, int, int]] = field(default_factory=list)
+    keys_before: tuple[int, int] = (0, 0)
+    """Those that never expire, and those that do."""
+    keys_after: tuple[int, int] = (0, 0)
+    loads: list[float] = field(default_factory=list)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of mixed faults (default 10)")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--kills", type=int, default=12, help="for each way to die (default 12)")
+    parser.add_argument("--real-kills", type=int, default=3, help="for each way of sampling (default 3)")
+    parser.add_argument("--report", type=Path, default=None, help="write the report here")
+    options = parser.parse_args(argv)
+    if not 0 < options.minutes <= 600:
+        parser.error("--minutes must be more than 0 and at most 600")
+    # A SIGTERM unwinds, so that every process is ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    seed = random.randrange(1 << 32) if options.seed is None else options.seed
+    figures = Figures(options.minutes, seed)
+    try:
+        _single_faults(figures, options.kills, options.real_kills)
+        _mixed(figures)
+    finally:
+        text = render(figures)
+        print(text)
+        if options.report is not None:
+            options.report.write_text(text)
+    assert figures.mixed is not None
+    broken = figures.mixed.broken_kinds.total() + sum(gaps.num_wrong for gaps in figures.gaps)
+    return 1 if broken or figures.keys_after[0] > figures.keys_before[0] else 0
+
+
+def _single_faults(figures: Figures, num_kills: int, num_real_kills: int) -> None:
+    rng = random.Random(figures.seed)
+    if num_kills:
+        with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+            environ = {**SCRIPTED, "MAX_NUM_BATCHED_TOKENS": "64"}
+            with FaultyCell(Path(folder), num_workers=2, environ=environ) as cell:
+                for what, whole, before in (
+                    ("engine process, in mid-stream", False, False),
+                    ("engine process, before the first token", False, True),
+                    ("whole worker, in mid-stream", True, False),
+                    ("whole worker, before the first token", True, True),
+                ):
+                    print(f"{num_kills} kills: {what}", flush=True)
+                    figures.gaps.append(
+                        asyncio.run(
+                            measure_failover(cell, what, num_kills, rng, whole=whole, before_first_token=before)
+                        )
+                    )
+                print("clients that never read", flush=True)
+                figures.neighbours_read_s = asyncio.run(measure_neighbours(cell, 10, read=True))
+                figures.neighbours_deaf_s = asyncio.run(measure_neighbours(cell, 10, read=False))
+                pid = cell.wait_pid_at_work("web")
+                print("a flood", flush=True)
+                figures.flood = asyncio.run(flood(cell, 2_000, lambda: memory_kb(pid)))
+                cell.wait_quiet(60)
+    if num_real_kills and _has_model():
+        with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+            with FaultyCell(Path(folder), model=DEFAULT_MODEL, num_workers=2, environ=REAL, start_s=180) as cell:
+                for what, fields in (("greedy", ()), ("seeded sampling with a penalty", SAMPLING)):
+                    print(f"{num_real_kills} kills, {DEFAULT_MODEL}, {what}", flush=True)
+                    title = f"engine process, in mid-stream, {DEFAULT_MODEL}, {what}"
+                    figures.gaps.append(
+                        asyncio.run(measure_failover(cell, title, num_real_kills, rng, max_tokens=60, fields=fields))
+                    )
+
+
+def _has_model() -> bool:
+    try:
+        resolve(DEFAULT_MODEL, cache_dir(os.environ))
+    except ModelError as error:
+        print(f"without the real model: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _mixed(figures: Figures) -> None:
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        with FaultyCell(Path(folder), num_workers=3, num_web=2, links=LINKS, environ=SCRIPTED) as cell:
+            driver = Driver(cell, figures.seed, every_s=1.5, say=lambda line: print(line, flush=True))
+            figures.mixed = driver.report
+            asyncio.run(driver.round(5.0))
+            figures.keys_before = _num_keys(cell)
+            names = [*cell.web_names, "bridge", *cell.worker_names]
+            before = _memory(cell, names)
+            ends_s = time.monotonic() + figures.minutes * 60
+            while time.monotonic() < ends_s:
+                asyncio.run(driver.round(min(ROUND_S, max(5.0, ends_s - time.monotonic()))))
+                figures.loads.append(os.getloadavg()[0])
+            figures.keys_after = _num_keys(cell)
+            after = _memory(cell, names)
+            figures.memory_kb = [(name, before[name], after[name]) for name in before]
+
+
+def _memory(cell: FaultyCell, names: list[str]) -> dict[str, int]:
+    found = {name: memory_kb(cell.wait_pid_at_work(name)) for name in names}
+    assert cell.valkey.process is not None
+    return {**found, "Valkey": memory_kb(cell.valkey.process.pid)}
+
+
+def memory_kb(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) if found else 0
+
+
+def _num_keys(cell: FaultyCell) -> tuple[int, int]:
+    """Keys that never expire and keys that do, in both databases, once those of requests have expired."""
+    deadline_s = time.monotonic() + 150
+    while any(True for _ in cell.redis.scan_iter("tf:{*}:*", count=1000)):
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.5)
+    lifetimes = cell.lifetimes_ms()
+    names = sorted(name for name, ms in lifetimes.items() if ms < 0)
+    print(f"keys that never expire: {names}", flush=True)
+    return len(names), len(lifetimes) - len(names)
+
+
+# -- the report
+
+
+def render(figures: Figures) -> str:
+    lines = [HEAD.format(minutes=f"{figures.minutes:g}", seed=figures.seed, machine=_machine())]
+    if figures.loads:
+        lines[0] += f" Load average during the mixed faults: {min(figures.loads):.1f} to {max(figures.loads):.1f}.\n"
+    lines += _mixed_part(figures) + _gap_part(figures) + _rest(figures)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+HEAD = """# Reliability: what was done to the server, and what came of it
+
+```sh
+make soak MINUTES={minutes} SEED={seed}
+```
+
+[`tests/faults/soak.py`](../tests/faults/soak.py) wrote this file. Clients ask for answers of the scripted model, of
+which every token is known in advance, while processes are killed and frozen and Redis is restarted, stalled and cut
+off, at moments drawn from the seed. After each round the text that every client saw, the stream of every request in
+Redis and all books of the system are compared with what they have to be. `make test` runs a short round of the same.
+
+Machine: {machine}."""
+
+
+def _machine() -> str:
+    model = "unknown processor"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
+        model = found.group(1)
+    return f"{os.cpu_count()} cores ({model}), {platform.system()}, Python {platform.python_version()}"
+
+
+def _mixed_part(figures: Figures) -> list[str]:
+    report = figures.mixed
+    if report is None:
+        return []
+    broken = report.broken_kinds
+    lines = [
+        "",
+        "## Mixed faults",
+        "",
+        "Three workers, two web processes, a bridge and Valkey with its append-only file; 16 clients, streamed and"
+        " whole answers, stop strings, clients that leave and clients that read slowly; a fault each 1.5 s or so.",
+        "",
+        "| rounds | requests | tokens at clients | lost | repeated | reordered | hung | wrong ends | left behind |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| {report.num_rounds} | {report.num_requests:,} | {report.num_tokens:,} | {broken['lost']} "
+        f"| {broken['repeated']} | {broken['reordered']} | {broken['hung']} | {broken['end']} "
+        f"| {broken['leftover']} |",
+        "",
+        "*lost*: a clean end before the text was complete, or an accepted answer that is not known any more."
+        " *repeated*, *reordered*: tokens that came twice, or are not the expected ones. *hung*: no end within 60 s. *wrong ends*: not exactly one terminal entry in Redis,"
+        " or an error that no fault of that time explains. *left behind*: after a round, slots, blocks, queue entries"
+        " or readers that belong to nobody.",
+        "",
+        "| fault | times |",
+        "|---|---|",
+        *(f"| {kind.name} | {report.faults[kind.name]} |" for kind in KINDS),
+        "",
+        "| client | requests |",
+        "|---|---|",
+        *(f"| {HABITS[habit]} | {report.habits[habit]:,} |" for habit in HABITS),
+        "",
+        "| what the clients saw | requests |",
+        "|---|---|",
+        *(f"| {ENDS[end]} | {report.ends[end]:,} |" for end in ENDS),
+        "",
+        "| error | times |",
+        "|---|---|",
+        *(f"| `{code}` | {count:,} |" for code, count in sorted(report.errors.items())),
+    ]
+    if report.broken:
+        lines += ["", "Broken promises:", "", *(f"- {line}" for line in report.broken)]
+    lines += [
+        "",
+        "The longest silence at the clients of a worker that died or froze during these rounds, other faults at the"
+        " same time and busy cores included, in seconds:",
+        "",
+        "| | streams | p50 | p99 | max |",
+        "|---|---|---|---|---|",
+        *(_gap_line(how, gaps_s) for how, gaps_s in sorted(report.gaps_s.items())),
+    ]
+    return lines
+
+
+HABITS = {
+    "plain": "asks once, streamed or not; some leave, some read slowly",
+    "resume": "leaves or is cut off, and reads on from its last event at any web process until it has everything",
+    "retry": "asks again with the same `Idempotency-Key`",
+    "stop": "stops the answer from another connection",
+    "background": "asks with `background`, and comes for the answer later",
+}
+ENDS = {
+    "done": "the whole expected answer",
+    "error": "its beginning, then an error event",
+    "refused": "an error response",
+    "left": "(the client left on purpose)",
+    "cut": "the connection broke (its web process was killed)",
+    "unreached": "nobody listened (its web process was being started)",
+    "hung": "nothing within 60 s",
+}
+
+
+def _gap_line(what: str, gaps_s: list[float], extra: str = "") -> str:
+    p50, p99 = percentile(gaps_s, 0.5), percentile(gaps_s, 0.99)
+    return f"| {what} | {len(gaps_s)}{extra} | {p50:.2f} | {p99:.2f} | {max(gaps_s, default=float('nan')):.2f} |"
+
+
+def _gap_part(figures: Figures) -> list[str]:
+    if not figures.gaps:
+        return []
+    return [
+        "",
+        "## Failover",
+        "",
+        "Two workers, four streams; one worker is killed with SIGKILL, nothing else happens. From the kill to the"
+        " next token at the client, in seconds, of every stream that the dead worker had. Each text is compared"
+        " with the same request undisturbed. A killed *engine process* is seen by its supervisor, which says so; a"
+        " killed *whole worker* is found when its lease of 500 ms runs out. Before the first token the prompt (1,500"
+        " tokens, 64 a step of 10 ms) is read again by the next worker, which is part of the figure.",
+        "",
+        "| killed | kills | streams | p50 | p99 | max | wrong texts |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            _gap_line(f"{gaps.what} | {gaps.num_kills}", gaps.seconds) + f" {gaps.num_wrong} |"
+            for gaps in figures.gaps
+        ),
+    ]
+
+
+def _rest(figures: Figures) -> list[str]:
+    lines: list[str] = []
+    if figures.flood:
+        seen = figures.flood
+        lines += [
+            "",
+            "## Overload",
+            "",
+            f"2,000 requests at once at two workers with 8 slots each and a queue of 256: {seen['finished']:,.0f}"
+            f" answered completely (the last one after {seen['finished max s']:.1f} s), {seen['refused']:,.0f}"
+            f" refused with 429 (p50 {seen['refused p50 s'] * 1000:.0f} ms, p99 {seen['refused p99 s'] * 1000:.0f} ms"
+            f" after the client began to connect, all 2,000 connections being made at that moment by one client"
+            f" process on the same cores), {seen['other']:.0f} otherwise. The web process grew by"
+            f" {seen['memory kb'] / 1024:.0f} MB.",
+        ]
+    if figures.neighbours_read_s:
+        read, deaf = (percentile(gaps, 0.99) for gaps in (figures.neighbours_read_s, figures.neighbours_deaf_s))
+        lines += [
+            "",
+            "## Clients that never read",
+            "",
+            f"Inter-token time p99 of four streams beside ten others: {read * 1000:.1f} ms while those are read,"
+            f" {deaf * 1000:.1f} ms while nobody reads them: a ratio of {deaf / read:.2f}.",
+        ]
+    if figures.memory_kb:
+        lines += [
+            "",
+            "## Bounded life",
+            "",
+            "Keys in Redis, once what is kept of requests for STREAM_TTL_S has expired: "
+            f"{figures.keys_before[0]} that never expire before the mixed faults and {figures.keys_after[0]} after"
+            f" them; {figures.keys_before[1]} and {figures.keys_after[1]} that do (books of dead processes)."
+            " Memory in MB, of processes that were started again and again meanwhile:",
+            "",
+            "| process | before | after |",
+            "|---|---|---|",
+            *(f"| {name} | {a / 1024:.0f} | {b / 1024:.0f} |" for name, a, b in figures.memory_kb),
+        ]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
