@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -205,7 +206,7 @@ def test_the_slower_the_queue_moves_the_later_the_client_is_asked_to_come_back()
         await web.chat(stream=True)
         soon = await web.chat(stream=True)
         assert 1 <= int(soon.headers["retry-after"]) <= 3
-        for key in web.redis.keys("tf:claims:*"):  # type: ignore[union-attr]
+        for key in web.redis.keys("tf:claims:*"):
             web.redis.delete(key)
         late = await web.chat(stream=True)
         assert 30 <= int(late.headers["retry-after"]) <= 35
@@ -229,8 +230,8 @@ def test_a_lost_reply_to_submit_is_unavailable_and_the_request_does_not_run_on()
         web.worker()
         submit = web.submitter.submit
 
-        def lose_the_reply(job: GenerationJob, **options: Any) -> None:
-            submit(job, **options)
+        def lose_the_reply(jobs: Sequence[GenerationJob], **options: Any) -> None:
+            submit(jobs, **options)
             raise RedisTimeout("no reply")
 
         web.submitter.submit = lose_the_reply  # type: ignore[method-assign,assignment]

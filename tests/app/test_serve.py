@@ -85,7 +85,7 @@ def end_of(records: RequestRecords, request_id: str) -> TerminalEvent:
     """Waits for the terminal entry."""
     position: Any = "0"
     while True:
-        [[_, entries]] = records._redis.xread({keys.out(request_id): position}, block=5_000)  # type: ignore[misc]
+        [[_, entries]] = records._redis.xread({keys.out(request_id): position}, block=5_000)
         for position, fields in entries:
             if isinstance(event := decode_entry(position, fields), TerminalEvent):
                 return event
@@ -97,10 +97,11 @@ def test_the_openai_client_lists_models(client: OpenAI) -> None:
 
 
 def test_the_openai_client_gets_the_same_text_streamed_and_whole(client: OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=40)  # type: ignore[arg-type]
+    messages: Any = HELLO
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40)
     stream = client.chat.completions.create(
         model=MODEL,
-        messages=HELLO,  # type: ignore[arg-type]
+        messages=messages,
         max_tokens=40,
         stream=True,
         stream_options={"include_usage": True},
@@ -123,6 +124,55 @@ def test_the_openai_client_accumulates_a_stream(client: OpenAI) -> None:
     assert completion.choices[0].finish_reason == "stop"
     assert (completion.choices[0].message.content or "").count("<") == 5
     assert completion.choices[0].message.role == "assistant"
+
+
+def test_the_openai_client_streams_and_accumulates_several_choices(client: OpenAI) -> None:
+    five_tokens: Any = [{"role": "user", "content": "hello\x03\x05"}]
+    asked: Any = {"model": MODEL, "messages": five_tokens, "n": 3, "logprobs": True, "top_logprobs": 2}
+    with client.chat.completions.stream(**asked) as stream:
+        completion = stream.get_final_completion()
+    whole = client.chat.completions.create(**asked)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2]
+    for streamed, choice in zip(completion.choices, whole.choices, strict=True):
+        assert streamed.message.content == choice.message.content
+        assert (streamed.finish_reason, streamed.message.role) == ("stop", "assistant")
+        assert streamed.logprobs is not None
+        assert choice.logprobs is not None
+        assert streamed.logprobs.content == choice.logprobs.content
+        tokens = [entry.token for entry in choice.logprobs.content or ()]
+        assert tokens == re.findall(r"<\d+>", choice.message.content or "")
+        assert {len(entry.top_logprobs) for entry in choice.logprobs.content or ()} == {2}
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 15
+
+
+def test_retries_of_the_openai_client_with_a_key_never_generate_twice(server: LocalServer) -> None:
+    messages: Any = HELLO
+    headers = {"Idempotency-Key": "one-of-a-kind"}
+    redis: Any = server.records._redis
+    before = set(redis.scan_iter(keys.request("*")))
+    impatient = OpenAI(base_url=server.base_url, api_key="local", max_retries=5, timeout=0.3, default_headers=headers)
+    with impatient as client:
+        reply = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=60)
+    assert reply.headers["x-idempotent-replay"] == "true"
+    assert reply.retries_taken > 0
+    completion = reply.parse()
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 60
+    made = set(redis.scan_iter(keys.request("*"))) - before
+    assert made == {keys.request(completion.id).encode()}
+    state = server.records.state(completion.id)
+    assert state is not None
+    assert (state.state, state.attempt) == ("finished", 1)
+
+
+def test_the_openai_client_is_told_of_another_body_at_once(client: OpenAI) -> None:
+    messages: Any = HELLO
+    again = client.with_options(max_retries=2, default_headers={"Idempotency-Key": "two-bodies"})
+    again.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    with pytest.raises(openai.ConflictError) as conflict:
+        again.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)
+    assert conflict.value.code == "idempotency_conflict"
 
 
 def test_the_openai_client_raises_its_own_errors(client: OpenAI) -> None:
@@ -286,7 +336,7 @@ def test_sigterm_ends_open_streams_with_an_event_and_the_process_within_4_s(
     assert web.process.wait(5) == 0
     assert time.monotonic() - began_s < 4
     end = end_of(web.records, request_id)
-    assert (end.state, end.reason) == ("cancelled", "shutdown")
+    assert (end.state, end.reason) == ("cancelled", "disconnect")
     assert real_server.connect().zcard(keys.READERS) == 0
 
 
