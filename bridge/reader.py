@@ -207,9 +207,7 @@ class Reader:
 
     def _decode(self, feed: Feed, entries: Entries, batch: Batch) -> None:
         try:
-            events = [
-                decode_entry(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in entries
-            ]
+            events = [decode_entry(entry, _by_name(fields)) for entry, fields in entries]
         except ContractError as error:
             logger.error("%s unreadable entry: %s", feed.subscription.request_id, error)
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))
@@ -257,3 +255,8 @@ class Reader:
         except RedisError as error:
             # The read returns by itself after block_ms, and then sees the change.
             logger.warning("%s reader not woken: %s", self.reader_id, error)
+
+
+def _by_name(fields: list[bytes]) -> dict[bytes, bytes]:
+    # PERF: nearly every entry has one field; slices and a zip would cost a tenth of decoding it.
+    return {fields[0]: fields[1]} if len(fields) == 2 else dict(zip(fields[::2], fields[1::2], strict=True))
