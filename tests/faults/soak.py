@@ -219,9 +219,9 @@ def _mixed_part(figures: Figures) -> list[str]:
         f"| {broken['leftover']} |",
         "",
         "*lost*: a clean end before the text was complete, or an accepted answer that is not known any more."
-        " *repeated*, *reordered*: tokens that came twice, or are not the expected ones. *hung*: no end within 60 s. *wrong ends*: not exactly one terminal entry in Redis,"
-        " or an error that no fault of that time explains. *left behind*: after a round, slots, blocks, queue entries"
-        " or readers that belong to nobody.",
+        " *repeated*, *reordered*: tokens that came twice, or are not the expected ones. *hung*: no end within 60 s."
+        " *wrong ends*: not exactly one terminal entry in Redis, or an error that no fault of that time explains."
+        " *left behind*: after a round, slots, blocks, queue entries or readers that belong to nobody.",
         "",
         "| fault | times |",
         "|---|---|",
