@@ -6,7 +6,6 @@ a long prompt, is parsed in a worker thread.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from app.admission import Ask
 from app.answer_rules import AnswerRules, rules_of
 from app.answer_spec import AnswerSpec
 from app.answering import Answering, wishes_of
-from app.errors import body_too_large, invalid, model_not_found
+from app.errors import model_not_found, prompt_refused
 from app.generation_in import GenerationCall, check_vocabulary
-from app.openai_in import ChatCall, check_headers, parse_chat
+from app.openai_in import ChatCall, parse_chat
+from app.request_body import json_body, parsed
 from app.text_edge import PromptError, TextEdge
-
-INLINE_BODY_BYTES = 16_384
-"""Larger bodies are parsed and encoded in a worker thread, so that they do not hold up the other streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +52,9 @@ class ChatCompletions:
         self._answering.check_accepting()
         request_id = self._new_id()
         resp.set_header("x-request-id", request_id)
-        check_headers(req.content_type, req.get_header("content-encoding"))
-        body = await read_body(req, self._settings.max_body_bytes)
+        body = await json_body(req, self._settings.max_body_bytes)
         wishes = wishes_of(req, body)
-        if len(body) <= INLINE_BODY_BYTES:
-            call, edge, rules, prompt_token_ids = self._parse(body)
-        else:
-            loop = asyncio.get_running_loop()
-            call, edge, rules, prompt_token_ids = await loop.run_in_executor(self._pool, self._parse, body)
+        call, edge, rules, prompt_token_ids = await parsed(body, self._parse, self._pool)
         now_s = self._clock()
         ask = Ask(
             spec=chat_spec(request_id, call, edge, rules, len(prompt_token_ids), int(now_s)),
@@ -88,7 +80,7 @@ class ChatCompletions:
         try:
             return call, edge, rules, edge.render_chat(call.messages, rules.shown_tools)
         except PromptError as error:
-            raise invalid(error.param, error.message) from error
+            raise prompt_refused(error) from error
 
 
 def chat_spec(
@@ -121,17 +113,3 @@ def chat_spec(
 def tier_of(call: GenerationCall) -> str:
     """The tier that the answer names: the one that was used, if the request had asked for any."""
     return {"auto": "", "priority": "priority", "flex": "flex"}.get(call.service_tier, "default")
-
-
-async def read_body(req: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError once it is known to be too large; the rest is left to the HTTP server."""
-    if (req.content_length or 0) > max_bytes:
-        raise body_too_large(max_bytes)
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in req.stream:
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise body_too_large(max_bytes)
-        parts.append(part)
-    return b"".join(parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from functools import partial
 
 import orjson
 from falcon import MEDIA_JSON
@@ -16,17 +15,15 @@ from falcon.asgi import Request, Response
 
 from app.admission import Ask
 from app.answer_spec import AnswerSpec
-from app.answering import Answering, Wishes, wishes_of
+from app.answering import Answering, wishes_of
 from app.chat import tier_of
 from app.completions_in import CompletionCall, parse_completion
-from app.errors import invalid, model_not_found
+from app.errors import invalid, model_not_found, prompt_refused
 from app.generation_in import check_token_ids, check_vocabulary
 from app.openai_out import ChunkStream, WholeChoice, completion
-from app.request_body import parsed_body
+from app.request_body import json_body, parsed
 from app.text_edge import PromptError, TextEdge
 from tasks.contract import TerminalEvent
-
-Parsed = tuple[CompletionCall, TextEdge, list[list[int]], Wishes]
 
 
 class Completions:
@@ -53,8 +50,9 @@ class Completions:
         self._answering.check_accepting()
         request_id = self._new_id()
         resp.set_header("x-request-id", request_id)
-        parse = partial(self._parse, req)
-        call, edge, prompts, wishes = await parsed_body(req, parse, max_bytes=self._max_body_bytes, pool=self._pool)
+        body = await json_body(req, self._max_body_bytes)
+        wishes = wishes_of(req, body)
+        call, edge, prompts = await parsed(body, self._parse, self._pool)
         now_s = self._clock()
         spec = completion_spec(request_id, call, edge, prompts, int(now_s))
         if call.max_tokens == 0:
@@ -73,8 +71,7 @@ class Completions:
         )
         await self._answering.answer(req, resp, ask)
 
-    def _parse(self, req: Request, body: bytes) -> Parsed:
-        wishes = wishes_of(req, body)
+    def _parse(self, body: bytes) -> tuple[CompletionCall, TextEdge, list[list[int]]]:
         call = parse_completion(body)
         edge = self._text_edges.get(call.model)
         if edge is None:
@@ -88,7 +85,7 @@ class Completions:
             prompts.append(_encoded(edge, prompt))
             if not prompts[-1]:
                 raise invalid(param, f"{param} has no tokens: there is nothing to continue.")
-        return call, edge, prompts, wishes
+        return call, edge, prompts
 
     def _answer_nothing(self, resp: Response, spec: AnswerSpec) -> None:
         """No tokens were asked for, so no worker is."""
@@ -139,7 +136,7 @@ def _encoded(edge: TextEdge, prompt: str | tuple[int, ...]) -> list[int]:
     try:
         return edge.encode(prompt)
     except PromptError as error:
-        raise invalid(error.param, error.message) from error
+        raise prompt_refused(error) from error
 
 
 def _echo(edge: TextEdge, prompt: str | tuple[int, ...]) -> str:

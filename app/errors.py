@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from app.prompt import PromptError, PromptTooLong
 from bridge.subscription import StreamLost
 from tasks.contract import TerminalEvent
 
@@ -59,11 +60,18 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
+def prompt_refused(error: PromptError) -> ApiError:
+    """For messages or a text that cannot be a prompt of the model."""
+    if isinstance(error, PromptTooLong):
+        return context_length_exceeded(error.limit, error.num_tokens, 0, error.param, more_than="more than ")
+    return invalid(error.param, error.message)
+
+
 def context_length_exceeded(
-    limit: int, num_prompt_tokens: int, num_requested: int, param: str = "messages"
+    limit: int, num_prompt_tokens: int, num_requested: int, param: str = "messages", *, more_than: str = ""
 ) -> ApiError:
     """`num_requested` output tokens were asked for explicitly; 0 if the client left that open."""
-    asked = f"your {param} {'has' if param == 'prompt' else 'have'} {num_prompt_tokens} tokens"
+    asked = f"your {param} {'has' if param == 'prompt' else 'have'} {more_than}{num_prompt_tokens} tokens"
     if num_requested:
         asked = (
             f"you asked for {num_prompt_tokens + num_requested} tokens "

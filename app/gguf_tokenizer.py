@@ -22,6 +22,7 @@ from app.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
+    encoder,
     is_plain_text_token,
 )
 from decode.checkpoint import GgufTokenizer
@@ -146,7 +147,7 @@ def _byte_level_encoder(source: GgufTokenizer, pre: _Pre) -> Callable[[str], lis
         core.normalizer = normalizers.NFC()
     shorthands = [t for t, kind in zip(source.tokens, source.token_types, strict=True) if kind == _USER_DEFINED]
     core.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in shorthands if t in vocab])
-    return lambda text: core.encode(text, add_special_tokens=False).ids
+    return encoder(core)
 
 
 def _sentencepiece_encoder(source: GgufTokenizer) -> Callable[[str], list[int]]:

@@ -18,6 +18,7 @@ from app.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
+    encoder,
     is_plain_text_token,
 )
 from decode.checkpoint import HfTokenizerFiles
@@ -46,8 +47,8 @@ def _load(files: HfTokenizerFiles, spec: dict[str, Any]) -> Tokenizer:
     core, core_later = _without_control_tokens(spec, control.keys())
     where = str(files.tokenizer_json)
     return Tokenizer(
-        encode_first=lambda text: core.encode(text, add_special_tokens=False).ids,
-        encode_later=lambda text: core_later.encode(text, add_special_tokens=False).ids,
+        encode_first=encoder(core),
+        encode_later=encoder(core_later),
         token_bytes=hf_token_bytes(spec, where),
         control_tokens={
             text: ControlToken(t["id"], bool(t.get("lstrip")), bool(t.get("rstrip"))) for text, t in control.items()

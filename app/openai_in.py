@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from app.errors import invalid
 from app.fields import Field, ignored, read_body, refused
-from app.fields import check_headers as check_headers
 from app.generation_in import GENERATION_FIELDS, NAME, GenerationCall, generation_values
 from app.json_kinds import INT32_MAX, Anything, Boolean, Integer
 from app.json_schema import Schema

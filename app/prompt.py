@@ -20,6 +20,15 @@ class PromptError(ValueError):
         self.message = message
 
 
+class PromptTooLong(PromptError):
+    """The prompt has more than `num_tokens` tokens, which is more than any worker can take (`limit`)."""
+
+    def __init__(self, param: str, limit: int, num_tokens: int) -> None:
+        super().__init__(param, f"the prompt has more than {num_tokens} tokens, and the model takes {limit}")
+        self.limit = limit
+        self.num_tokens = num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call that an assistant has made. `arguments` are as the model wrote them, so JSON as a rule."""

@@ -1,7 +1,7 @@
 """A request's body on its way from the socket to a checked value.
 
-Owns how much is read, and where it is parsed: a large body in a worker thread, so that it does not hold up the
-streams. Refuses to know what is in it (`app.fields`).
+Owns how much is read, and where it is parsed: a large body, or one with a schema, in a worker thread, so that it does
+not hold up the streams. Refuses to know what is in it (`app.fields`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from app.errors import body_too_large
 from app.fields import check_headers
 
 INLINE_BODY_BYTES = 16_384
+_MAY_TAKE_LONG = (b'"tools"', b'"json_schema"')
+"""A schema can take a while to check, however short it is."""
 
 T = TypeVar("T")
 
 
-async def parsed_body(req: Request, parse: Callable[[bytes], T], *, max_bytes: int, pool: Executor) -> T:
-    """What `parse` makes of the body. Raises ApiError, and what `parse` raises."""
+async def json_body(req: Request, max_bytes: int) -> bytes:
+    """The whole body of a request that says that it is JSON.
+
+    Raises ApiError, for a body that is too large as soon as that is known; the rest is left to the HTTP server.
+    """
     check_headers(req.content_type, req.get_header("content-encoding"))
-    body = await read_body(req, max_bytes)
-    if len(body) <= INLINE_BODY_BYTES:
-        return parse(body)
-    return await asyncio.get_running_loop().run_in_executor(pool, parse, body)
-
-
-async def read_body(req: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError once it is known to be too large; the rest is left to the HTTP server."""
     if (req.content_length or 0) > max_bytes:
         raise body_too_large(max_bytes)
     parts: list[bytes] = []
@@ -42,3 +39,10 @@ async def read_body(req: Request, max_bytes: int) -> bytes:
             raise body_too_large(max_bytes)
         parts.append(part)
     return b"".join(parts)
+
+
+async def parsed(body: bytes, parse: Callable[[bytes], T], pool: Executor) -> T:
+    """What `parse` makes of it. Raises what `parse` raises."""
+    if len(body) <= INLINE_BODY_BYTES and not any(name in body for name in _MAY_TAKE_LONG):
+        return parse(body)
+    return await asyncio.get_running_loop().run_in_executor(pool, parse, body)

@@ -7,13 +7,13 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from app.detokenizer import Detokenizer, TokenTexts
 from app.gguf_tokenizer import load_gguf_tokenizer
 from app.hf_tokenizer import load_hf_tokenizer
-from app.prompt import ChatMessage, Piece, PromptError, Tool, ToolCall
+from app.prompt import ChatMessage, Piece, PromptError, PromptTooLong, Tool, ToolCall
 from app.templates import ChatFormat, choose_format
 from app.tokenizer import TokenizerError
 from decode.checkpoint import Checkpoint, GgufTokenizer
@@ -32,6 +32,10 @@ __all__ = [
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_LONG_CHARACTERS = 8
+"""For each token of the context: texts longer than that are looked at before they are encoded."""
+_PART_CHARACTERS = 16_384
+
 
 class TextEdge:
     """Renders, encodes and decodes for one model.
@@ -49,12 +53,14 @@ class TextEdge:
         token_bytes: Callable[[int], bytes],
         eos_token_ids: Sequence[int],
         vocab_size: int,
+        max_model_len: int | None = None,
         prompt_prefix: Sequence[int] = (),
         control_texts: Mapping[int, str] | None = None,
         strip_leading_space: bool = False,
     ) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self._prompt_prefix = list(prompt_prefix)
         self._control_texts = control_texts or {}
         self._token_bytes = token_bytes
@@ -75,13 +81,31 @@ class TextEdge:
         if not messages:
             raise PromptError("messages", "messages must contain at least one message")
         checked = [_checked(index, message) for index, message in enumerate(messages)]
-        return self._encode_pieces(self.format(checked, tools))
+        pieces = self.format(checked, tools)
+        self._refuse_hopeless("messages", [piece.text for piece in pieces])
+        return self._encode_pieces(pieces)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The prompt for plain text, with a leading BOS where the checkpoint wants one. Raises `PromptError`."""
         _refuse_lone_surrogates("prompt", text)
+        self._refuse_hopeless("prompt", [text])
         token_ids = self._encode(text)
         return token_ids if add_special_tokens else token_ids[len(self._prompt_prefix) :]
+
+    def _refuse_hopeless(self, param: str, texts: Sequence[str]) -> None:
+        """Raises `PromptTooLong` for texts far beyond the context, which would take seconds to encode.
+
+        They are encoded in parts until it is clear. A cut adds a few tokens, so a quarter more than the context is
+        asked for; what lies between is encoded as a whole, and measured exactly.
+        """
+        limit = self._max_model_len
+        if limit is None or sum(map(len, texts)) <= limit * _LONG_CHARACTERS:
+            return
+        num_tokens = 0
+        for part in _parts(texts):
+            num_tokens += len(self._encode(part))
+            if num_tokens > limit * 5 // 4:
+                raise PromptTooLong(param, limit, limit * 5 // 4)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens as people want to see it: control tokens are shown by their names."""
@@ -119,6 +143,7 @@ def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
         token_bytes=tokenizer.token_bytes,
         eos_token_ids=checkpoint.eos_token_ids,
         vocab_size=checkpoint.config.vocab_size,
+        max_model_len=checkpoint.config.max_model_len,
         prompt_prefix=tokenizer.prompt_prefix,
         control_texts={token.token_id: text for text, token in tokenizer.control_tokens.items()},
         strip_leading_space=tokenizer.strip_leading_space,
@@ -172,6 +197,12 @@ def _checked(index: int, message: ChatMessage) -> ChatMessage:
         raise PromptError(f"messages[{index}].role", f"role must be one of {roles}; got {message.role!r}")
     _refuse_lone_surrogates(f"messages[{index}].content", message.content)
     return replace(message, role="system") if message.role == "developer" else message
+
+
+def _parts(texts: Sequence[str]) -> Iterable[str]:
+    for text in texts:
+        for start in range(0, len(text), _PART_CHARACTERS):
+            yield text[start : start + _PART_CHARACTERS]
 
 
 def _refuse_lone_surrogates(param: str, text: str) -> None:

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from falcon.asgi import Request, Response
 from redis.exceptions import RedisError
 
-from app.errors import invalid, model_not_found
+from app.errors import invalid, model_not_found, prompt_refused
 from app.fields import Field, read_body
 from app.generation_in import GENERATION_FIELDS, check_token_ids
 from app.json_kinds import Boolean, Text, TokenIds
 from app.openai_messages import Messages
-from app.request_body import parsed_body
+from app.request_body import json_body, parsed
 from app.text_edge import PromptError, TextEdge
 from tasks.contract import WorkerInfo, WorkerLoad
 
@@ -54,13 +54,14 @@ class Tokenize:
         self._pool = pool
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        model, token_ids = await parsed_body(req, self._tokens, max_bytes=self._max_body_bytes, pool=self._pool)
+        body = await json_body(req, self._max_body_bytes)
+        model, token_ids = await parsed(body, self._tokens, self._pool)
         limit = await asyncio.get_running_loop().run_in_executor(self._pool, self._max_model_len, model)
         resp.media = {"tokens": token_ids, "count": len(token_ids), "max_model_len": limit}
 
     async def on_post_back(self, req: Request, resp: Response) -> None:
-        text = await parsed_body(req, self._text, max_bytes=self._max_body_bytes, pool=self._pool)
-        resp.media = {"prompt": text}
+        body = await json_body(req, self._max_body_bytes)
+        resp.media = {"prompt": await parsed(body, self._text, self._pool)}
 
     def _tokens(self, body: bytes) -> tuple[str, list[int]]:
         values = read_body(body, TOKENIZE_FIELDS)
@@ -72,7 +73,7 @@ class Tokenize:
                 return values["model"], edge.render_chat(values["messages"])
             return values["model"], edge.encode(values["prompt"], add_special_tokens=values["add_special_tokens"])
         except PromptError as error:
-            raise invalid(error.param, error.message) from error
+            raise prompt_refused(error) from error
 
     def _text(self, body: bytes) -> str:
         values = read_body(body, DETOKENIZE_FIELDS)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.prompt import PromptTooLong
 from app.text_edge import (
     SCRIPTED_EOS_TOKEN_ID,
     ChatMessage,
@@ -170,6 +171,41 @@ def test_every_token_of_the_scripted_engine_is_in_its_vocabulary() -> None:
     edge = scripted_text_edge()
     assert edge.vocab_size == 1000 + 256
     assert edge.decode([999, edge.vocab_size - 256 + ord("}")]) == "<999>}"
+
+
+@pytest.mark.parametrize("text", ["a", "The cat sat on the mat. ", " ", "1", "\U0001f30a", "<|im_end|>"])
+def test_a_text_far_beyond_the_context_is_refused_after_a_small_part_of_it(text: str) -> None:
+    edge = open_text_edge(checkpoint_of(smollm2(), CHATML, (2,), max_model_len=64))
+    encode = edge._encode
+    encoded: list[int] = []
+
+    def counted(part: str) -> list[int]:
+        encoded.append(len(part))
+        return encode(part)
+
+    edge._encode = counted
+    huge = text * (1_000_000 // len(text))
+    for refused in (lambda: edge.encode(huge), lambda: edge.render_chat([ChatMessage("user", huge)])):
+        with pytest.raises(PromptTooLong) as caught:
+            refused()
+        assert (caught.value.limit, caught.value.num_tokens) == (64, 80)
+    assert caught.value.param == "messages"
+    assert sum(encoded) < 100_000
+
+
+def test_a_prompt_that_fits_is_never_refused_for_its_length() -> None:
+    edge = open_text_edge(checkpoint_of(smollm2(), CHATML, (2,), max_model_len=16))
+    exact = open_text_edge(checkpoint_of(smollm2(), CHATML, (2,)))
+    refused = []
+    for num_words in (1, 8, 15, 16, 17, 19, 20, 21, 40, 100):
+        text = "international " * num_words
+        num_tokens = len(exact.encode(text))
+        try:
+            assert len(edge.encode(text)) == num_tokens
+        except PromptTooLong:
+            refused.append(num_tokens)
+    assert len(refused) > 2
+    assert min(refused) > 20
 
 
 def test_a_checkpoint_that_lacks_an_unknown_token_is_taken() -> None:

@@ -52,14 +52,17 @@ def golden(name: str) -> Any:
 
 
 def checkpoint_of(
-    tokenizer: GgufTokenizer | HfTokenizerFiles, chat_template: str | None, eos_token_ids: tuple[int, ...] = ()
+    tokenizer: GgufTokenizer | HfTokenizerFiles,
+    chat_template: str | None,
+    eos_token_ids: tuple[int, ...] = (),
+    max_model_len: int = 8192,
 ) -> Checkpoint:
-    """A checkpoint as far as text goes; of its configuration it has the size of the vocabulary, and no tensors."""
+    """A checkpoint as far as text goes; of its configuration it has two numbers, and no tensors."""
     vocab_size = len(tokenizer.tokens) if isinstance(tokenizer, GgufTokenizer) else 1000
     return Checkpoint(
         path=Path("none"),
         naming="gguf",
-        config=cast(ModelConfig, SimpleNamespace(vocab_size=vocab_size)),
+        config=cast(ModelConfig, SimpleNamespace(vocab_size=vocab_size, max_model_len=max_model_len)),
         eos_token_ids=eos_token_ids,
         bos_token_id=None,
         chat_template=chat_template,
