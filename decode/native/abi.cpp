@@ -26,6 +26,12 @@ void tokenferry_decoder_choose_masked(void* decoder, const Step* step) {
   static_cast<Decoder*>(decoder)->choose_masked(*step);
 }
 
+// seconds [phases, 2]: see Decoder::profile; working and waiting.
+void tokenferry_decoder_profile(void* decoder, int32_t on, double* seconds) {
+  const Team::Profile profile = static_cast<Decoder*>(decoder)->profile(on);
+  for (int i = 0; i < kNumPhases; i++) seconds[2 * i] = profile.work[i], seconds[2 * i + 1] = profile.wait[i];
+}
+
 // The kernels alone, for the tests that compare each with its reference.
 
 // out [rows, n rounded up to 16] = x [rows, k] quantised, times w.

@@ -1,6 +1,7 @@
 #include "decoder.hpp"
 
 #include <cmath>
+#include <utility>
 
 namespace tf {
 
@@ -26,12 +27,18 @@ Decoder::Decoder(const Model& m, const Limits& l)
       position_(l.max_rows),
       block_(l.max_rows),
       slot_(l.max_rows),
-      team_(l.num_threads, [this](int id, const Counts& counts, Team::Walk& walk) { thread(id, counts, walk); }) {
+      team_(l.num_threads, max_items(m, l), [this](int id, const Counts& counts, Team::Walk& walk) { thread(id, counts, walk); }) {
   for (int id = 0; id < team_.size(); id++) {
     scratch_.push_back(std::make_unique<ThreadScratch>());
     scratch_.back()->best_value.resize(size_t(l.max_samples) * kPanel);
     scratch_.back()->best_token.resize(size_t(l.max_samples) * kPanel);
   }
+}
+
+// The longest loop that publishes.
+int Decoder::max_items(const Model& m, const Limits& l) {
+  const int panels = std::max({(m.heads + 2 * m.kv_heads) * m.head_dim, m.hidden, m.inner}) / kPanel + 3;
+  return panels * ((l.max_rows + kRowBlock - 1) / kRowBlock);
 }
 
 Cache Decoder::cache(int layer) const {
@@ -59,19 +66,25 @@ void Decoder::step(const Step& step) {
   if (!step_.logits && step_.samplings) step_.logits = logits_.get();
   num_steps_++;
   plan_tiles(step);
-  team_.run({step.num_rows, int(tiles_.size()), step.num_samples, step.samplings ? step.num_samples : 0});
+  team_.run({step.num_rows, int(tiles_.size()), step.num_samples, step.samplings ? step.num_samples : 0},
+            profiled_ ? &profile_ : nullptr);
   choose(step);
+}
+
+Team::Profile Decoder::profile(bool on) {
+  profiled_ = on;
+  return std::exchange(profile_, {});
 }
 
 void Decoder::thread(int id, const Counts& counts, Team::Walk& walk) {
   ThreadScratch& scratch = *scratch_[id];
-  walk.loop(counts.rows, [&](int row) {
+  walk.loop(kEmbed, counts.rows, [&](int row) {
     float* out = hidden_.get() + size_t(row) * model_.hidden;
     dequantize_channel(model_.embed, step_.token_ids[row], model_.embed_scale, out);
   });
   for (int index = 0; index < model_.num_layers; index++) {
     const float* pending = index ? layers_[index - 1].post_mlp_norm : nullptr;
-    walk.loop(counts.rows, [&](int row) {
+    walk.loop(kNorm, counts.rows, [&](int row) {
       finish_residual(row, pending);
       norm_quantize(hidden_.get() + size_t(row) * model_.hidden, layers_[index].attn_norm, model_.eps,
                     input_.rows.from(row));
@@ -79,13 +92,13 @@ void Decoder::thread(int id, const Counts& counts, Team::Walk& walk) {
     attention_layer(layers_[index], index, counts, walk, scratch);
     mlp_layer(layers_[index], counts, walk, scratch);
   }
-  walk.loop(counts.samples, [&](int i) {
+  walk.loop(kNorm, counts.samples, [&](int i) {
     const int row = step_.sample_rows[i];
     finish_residual(row, layers_.back().post_mlp_norm);
     norm_quantize(hidden_.get() + size_t(row) * model_.hidden, model_.final_norm, model_.eps, sampled_.rows.from(i));
   });
   head(counts, walk, scratch);
-  walk.loop(counts.draws, [&](int i) {
+  walk.loop(kSample, counts.draws, [&](int i) {
     if (!step_.samplings[i].is_plain() && step_.samplings[i].mask < 0) sample_row(i);
   });
 }
@@ -108,24 +121,30 @@ void Decoder::attention_layer(const Layer& layer, int index, const Counts& count
   const size_t stride = q_columns + 2 * kv_columns;
   const int q_panels = layer.q.panels(), kv_panels = layer.k.panels();
   const int panels = q_panels + 2 * kv_panels, row_blocks = (counts.rows + kRowBlock - 1) / kRowBlock;
-  walk.loop(panels * row_blocks, [&](int item) {
+  const int places = scratch.places(counts.rows, 1);
+  auto compute = [&](int item, int place) {
     const int panel = item % panels, first = item / panels * kRowBlock;
     const int count = std::min(kRowBlock, counts.rows - first);
-    float* out = qkv_.get() + first * stride + panel * kPanel;  // the three outputs lie side by side
-    if (panel < q_panels)
-      panel_product(layer.q, panel, input_.rows, first, count, out, stride);
-    else if (panel < q_panels + kv_panels)
-      panel_product(layer.k, panel - q_panels, input_.rows, first, count, out, stride);
-    else
-      panel_product(layer.v, panel - q_panels - kv_panels, input_.rows, first, count, out, stride);
-  });
-  walk.loop(counts.rows * model_.kv_heads, [&](int item) {
+    const bool is_q = panel < q_panels, is_k = !is_q && panel < q_panels + kv_panels;
+    const Linear& w = is_q ? layer.q : is_k ? layer.k : layer.v;
+    panel_product(w, is_q ? panel : (panel - q_panels) % kv_panels, input_.rows, first, count,
+                  scratch.at(place, counts.rows, 1), kPanel);
+  };
+  auto publish = [&](int item, int place) {  // the three outputs lie side by side
+    const int panel = item % panels, first = item / panels * kRowBlock;
+    const int count = std::min(kRowBlock, counts.rows - first);
+    const float* product = scratch.at(place, counts.rows, 1);
+    for (int r = 0; r < count; r++)
+      store(qkv_.get() + (first + r) * stride + panel * kPanel, load(product + r * kPanel));
+  };
+  walk.loop(kQkv, panels * row_blocks, places, compute, publish);
+  walk.loop(kAppend, counts.rows * model_.kv_heads, [&](int item) {
     append_row(layer, kv, item / model_.kv_heads, item % model_.kv_heads);
   });
-  walk.loop(counts.tiles * model_.kv_heads, [&](int item) {
+  walk.loop(kAttend, counts.tiles * model_.kv_heads, [&](int item) {
     attend_tile(layer, kv, tiles_[item / model_.kv_heads], item % model_.kv_heads, scratch.attention);
   });
-  project_add(layer.attn_out, attended_.rows, counts.rows, layer.post_attn_norm, walk, scratch);
+  project_add(kAttnOut, layer.attn_out, attended_.rows, counts.rows, layer.post_attn_norm, walk, scratch);
 }
 
 // Finish the key, value and queries of one row and key/value head: norm, rotate, quantise, store.
@@ -168,45 +187,51 @@ void Decoder::attend_tile(const Layer& layer, const Cache& kv, const TileRef& re
 }
 
 void Decoder::mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch) {
-  walk.loop(counts.rows, [&](int row) {
+  walk.loop(kNorm, counts.rows, [&](int row) {
     finish_residual(row, layer.post_attn_norm);
     norm_quantize(hidden_.get() + size_t(row) * model_.hidden, layer.mlp_norm, model_.eps, input_.rows.from(row));
   });
   const int units = model_.inner / kBlock, row_blocks = (counts.rows + kRowBlock - 1) / kRowBlock;
-  walk.loop(units * row_blocks, [&](int item) {
+  auto compute = [&](int item, int place) {
     const int unit = item % units, first = item / units * kRowBlock;
     const int count = std::min(kRowBlock, counts.rows - first);
+    float* out = scratch.at(place, counts.rows, 4);  // [row][half]: gated; then [row][half]: up
+    float* up = out + count * kBlock;
     for (int half = 0; half < 2; half++) {
-      panel_product(layer.gate, 2 * unit + half, input_.rows, first, count, scratch.product[half], kPanel);
-      panel_product(layer.up, 2 * unit + half, input_.rows, first, count, scratch.product[2 + half], kPanel);
+      panel_product(layer.gate, 2 * unit + half, input_.rows, first, count, out + half * kPanel, kBlock);
+      panel_product(layer.up, 2 * unit + half, input_.rows, first, count, up + half * kPanel, kBlock);
     }
-    for (int r = 0; r < count; r++) {
-      vf lo = gated(load(scratch.product[0] + r * kPanel), load(scratch.product[2] + r * kPanel), model_.activation);
-      vf hi = gated(load(scratch.product[1] + r * kPanel), load(scratch.product[3] + r * kPanel), model_.activation);
-      quantize_block(lo, hi, inner_.rows.from(first + r), unit);
-    }
-  });
-  project_add(layer.down, inner_.rows, counts.rows, layer.post_mlp_norm, walk, scratch);
+    for (int i = 0; i < count * kBlock; i += 16) store(out + i, gated(load(out + i), load(up + i), model_.activation));
+  };
+  auto publish = [&](int item, int place) {
+    const int unit = item % units, first = item / units * kRowBlock;
+    const int count = std::min(kRowBlock, counts.rows - first);
+    const float* out = scratch.at(place, counts.rows, 4);
+    for (int r = 0; r < count; r++, out += kBlock)
+      quantize_block(load(out), load(out + kPanel), inner_.rows.from(first + r), unit);
+  };
+  walk.loop(kGateUp, units * row_blocks, scratch.places(counts.rows, 4), compute, publish);
+  project_add(kDown, layer.down, inner_.rows, counts.rows, layer.post_mlp_norm, walk, scratch);
 }
 
 // The sub-layer's output goes straight into the residual stream, or to branch_ when a norm comes first.
-void Decoder::project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, Team::Walk& walk,
-                          ThreadScratch& scratch) {
+void Decoder::project_add(Phase phase, const Linear& w, const Rows& x, int num_rows, const float* post_norm,
+                          Team::Walk& walk, ThreadScratch& scratch) {
   const int panels = w.panels(), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
-  walk.loop(panels * row_blocks, [&](int item) {
+  auto compute = [&](int item, int place) {
     const int panel = item % panels, first = item / panels * kRowBlock;
     const int count = std::min(kRowBlock, num_rows - first);
-    const size_t at = size_t(first) * model_.hidden + panel * kPanel;
-    if (post_norm) {
-      panel_product(w, panel, x, first, count, branch_.get() + at, model_.hidden);
-      return;
-    }
-    panel_product(w, panel, x, first, count, scratch.product[0], kPanel);
-    for (int r = 0; r < count; r++) {
-      float* to = hidden_.get() + at + size_t(r) * model_.hidden;
-      store(to, load(to) + load(scratch.product[0] + r * kPanel));
-    }
-  });
+    panel_product(w, panel, x, first, count, scratch.at(place, num_rows, 1), kPanel);
+  };
+  auto publish = [&](int item, int place) {
+    const int panel = item % panels, first = item / panels * kRowBlock;
+    const int count = std::min(kRowBlock, num_rows - first);
+    const float* product = scratch.at(place, num_rows, 1);
+    float* to = (post_norm ? branch_ : hidden_).get() + size_t(first) * model_.hidden + panel * kPanel;
+    for (int r = 0; r < count; r++, to += model_.hidden, product += kPanel)
+      store(to, post_norm ? load(product) : load(to) + load(product));
+  };
+  walk.loop(phase, panels * row_blocks, scratch.places(num_rows, 1), compute, publish);
 }
 
 void Decoder::finish_residual(int row, const float* post_norm) {
@@ -217,7 +242,7 @@ void Decoder::finish_residual(int row, const float* post_norm) {
 void Decoder::head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int panels = model_.head.panels(), row_blocks = (counts.samples + kRowBlock - 1) / kRowBlock;
-  walk.loop(panels * row_blocks, [&](int item) {
+  walk.loop(kHead, panels * row_blocks, [&](int item) {
     if (scratch.step != num_steps_) {
       scratch.step = num_steps_;
       std::fill_n(scratch.best_value.data(), counts.samples * kPanel, -INFINITY);
@@ -225,10 +250,10 @@ void Decoder::head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratc
     }
     const int panel = item % panels, first = item / panels * kRowBlock;
     const int count = std::min(kRowBlock, counts.samples - first);
-    panel_product(model_.head, panel, sampled_.rows, first, count, scratch.product[0], kPanel);
+    panel_product(model_.head, panel, sampled_.rows, first, count, scratch.product, kPanel);
     const vi token = lane + panel * kPanel;
     for (int r = 0; r < count; r++) {
-      vf value = load(scratch.product[0] + r * kPanel);
+      vf value = load(scratch.product + r * kPanel);
       if (step_.logits) store(step_.logits + (size_t(first + r) * panels + panel) * kPanel, value);
       float* best = scratch.best_value.data() + (first + r) * kPanel;
       int32_t* best_token = scratch.best_token.data() + (first + r) * kPanel;

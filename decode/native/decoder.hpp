@@ -47,10 +47,14 @@ class RowBuffer {
 // What one thread keeps for itself.
 struct ThreadScratch {
   AttentionScratch attention;
-  alignas(64) float product[4][kRowBlock * kPanel];
+  alignas(64) float product[8 * kRowBlock * kPanel];
   std::vector<float> best_value;  // [max_samples, 16]
   std::vector<int32_t> best_token;
   uint64_t step = 0;              // the step that the best belong to
+
+  // Room for items of `panels` panels in a step of `rows` rows: how many, and where one is; every member finds the same.
+  static int places(int rows, int panels) { return 8 * kRowBlock / (panels * std::min(rows, kRowBlock)); }
+  float* at(int place, int rows, int panels) { return product + place * panels * std::min(rows, kRowBlock) * kPanel; }
 };
 
 class Decoder {
@@ -59,6 +63,9 @@ class Decoder {
   void step(const Step& step);
   // Choose the tokens of the rows with a mask, which the step before left out: `step` with its masks filled in.
   void choose_masked(const Step& step);
+
+  // Measure the phases of the steps from now on, or no longer; returns what was measured since the last call.
+  Team::Profile profile(bool on);
 
   static size_t cache_bytes(const Model& model, int num_blocks);
 
@@ -73,13 +80,14 @@ class Decoder {
   void mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
   void append_row(const Layer& layer, const Cache& cache, int row, int kv_head);
   void attend_tile(const Layer& layer, const Cache& cache, const TileRef& ref, int kv_head, AttentionScratch& scratch);
-  void project_add(const Linear& w, const Rows& x, int num_rows, const float* post_norm, Team::Walk& walk,
+  void project_add(Phase phase, const Linear& w, const Rows& x, int num_rows, const float* post_norm, Team::Walk& walk,
                    ThreadScratch& scratch);
   void finish_residual(int row, const float* post_norm);
   void head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
   void choose(const Step& step);
   void sample_row(int i);
   Cache cache(int layer) const;
+  static int max_items(const Model& model, const Limits& limits);
 
   const Model model_;
   const Limits limits_;
@@ -99,6 +107,8 @@ class Decoder {
   std::vector<TileRef> tiles_;
   Step step_ = {};
   uint64_t num_steps_ = 0;
+  bool profiled_ = false;
+  Team::Profile profile_;
   std::vector<std::unique_ptr<ThreadScratch>> scratch_;
   Team team_;
 };

@@ -84,7 +84,15 @@ TF_INLINE vi as_int(vf v) { vi i; std::memcpy(&i, &v, 64); return i; }
 
 #endif
 
-TF_INLINE vf splat(float x) { return vf{} + x; }
+TF_INLINE vf splat(float x) {
+#if TOKENFERRY_AVX512
+  return (vf)_mm512_set1_ps(x);
+#elif TOKENFERRY_AVX2
+  return {(half_f)_mm256_set1_ps(x), (half_f)_mm256_set1_ps(x)};
+#else
+  return vf{} + x;
+#endif
+}
 TF_INLINE vi splat_i(int32_t x) { return vi{} + x; }
 TF_INLINE int32_t load_word(const void* p) { int32_t w; std::memcpy(&w, p, 4); return w; }
 #if TOKENFERRY_AVX512
