@@ -18,6 +18,7 @@ from app.logprobs_out import Entry, TokenNames, finite
 class CompletionShape:
     chunk_object = "text_completion"
     whole_object = "text_completion"
+    around_content = (b'"text":', b"")
 
     def __init__(self, names: TokenNames, spec: AnswerSpec) -> None:
         self._names = names

@@ -47,13 +47,17 @@ class TokenNames(dict[int, bytes]):
 
     def entry(self, entry: Entry) -> bytes:
         """One element of `logprobs.content` of a chat."""
-        top = b",".join([b"{%b}" % self._pair(*pair) for pair in entry.logprobs.top])
-        return b'{%b,"top_logprobs":[%b]}' % (self._pair(entry.token_id, entry.logprobs.logprob), top)
-
-    def _pair(self, token_id: int, logprob: float) -> bytes:
-        return b'%b,"logprob":%b' % (self[token_id], orjson.dumps(finite(logprob)))
+        # PERF: with 20 tokens beside it this is nearly all that a token costs.
+        top = b",".join(
+            [
+                b'{%b,"logprob":%.6f}' % (self[token_id], logprob if logprob > VERY_UNLIKELY else VERY_UNLIKELY)
+                for token_id, logprob in entry.logprobs.top
+            ]
+        )
+        own = finite(entry.logprobs.logprob)
+        return b'{%b,"logprob":%.6f,"top_logprobs":[%b]}' % (self[entry.token_id], own, top)
 
 
 def finite(logprob: float) -> float:
-    """Rounded to what a 32-bit number holds; a number that JSON has."""
+    """Rounded to about what a 32-bit number holds; a number that JSON has."""
     return round(logprob, 6) if logprob > VERY_UNLIKELY else VERY_UNLIKELY

@@ -34,6 +34,10 @@ class Shape(Protocol):
     def chunk_object(self) -> str: ...
     @property
     def whole_object(self) -> str: ...
+    @property
+    def around_content(self) -> tuple[bytes, bytes]:
+        """What `member` puts before and after the JSON of a text that is all content."""
+
     def opening(self, choice: int) -> bytes:
         """The member of a choice that says that it begins; empty if nothing does."""
 
@@ -50,6 +54,7 @@ class Shape(Protocol):
 class ChatShape:
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
+    around_content = (b'"delta":{"content":', b"}")
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
@@ -103,7 +108,8 @@ class ChunkStream:
         self._position = (-1,) * len(choices) if position is None else tuple(position)
         # A choice that has nothing new yet stays where the client has it.
         self._ids = list(self._position)
-        self._id = self._one_id if len(choices) == 1 else self._many_ids
+        self._has_one = len(choices) == 1
+        self._may_stop = bool(spec.stop)
         self._ends: dict[int, TerminalEvent] = {}
         self._has_sent = False
         self._unsent = b""
@@ -118,12 +124,15 @@ class ChunkStream:
         }
         self._start = orjson.dumps(start)[:-1] + b","
         self._no_usage = b',"usage":null}' if spec.include_usage else b"}"
-        before = b"\ndata: " + self._start + b'"choices":[{"index":%d,'
-        self._before = [before % number for number in range(len(choices))]
+        before = b"\ndata: " + self._start
+        self._before = [before + b'"choices":[{"index":%d,' % number for number in range(len(choices))]
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._no_usage + b"\n\n"
+        before_content, after_content = shape.around_content
+        self._before_content = [before + before_content for before in self._before]
+        self._after_content = after_content + self._after
 
     def is_satisfied(self, choice: int) -> bool:
-        return self._choices[choice].is_stopped
+        return self._may_stop and self._choices[choice].is_stopped
 
     def opening(self) -> bytes:
         if any(index >= 0 for index in self._position):
@@ -139,11 +148,13 @@ class ChunkStream:
             if not text:
                 return b""
             # Not before: an event of another choice must not say that a token has been shown that was not.
-            self._ids[choice] = one.last_index
+            self._ids[choice] = index = one.last_index
             self._has_sent = True
             # PERF: `_event`, spelled out.
-            member = self._shape.member((Content(text),))
-            return b"id: %b%b%b%b" % (self._id(), self._before[choice], member, self._after)
+            before, content, after = self._before_content[choice], orjson.dumps(text), self._after_content
+            if self._has_one:
+                return b"id: %d%b%b%b" % (index, before, content, after)
+            return b"id: %b%b%b%b" % (self._id(), before, content, after)
         parts = one.push(events)
         if not parts:
             return b""
@@ -213,10 +224,7 @@ class ChunkStream:
             return self._no_usage
         return b',"usage":%b}' % orjson.dumps(usage(self._spec, self._choices, self._ends))
 
-    def _one_id(self) -> bytes:
-        return b"%d" % self._ids[0]
-
-    def _many_ids(self) -> bytes:
+    def _id(self) -> bytes:
         return b",".join([b"%d" % index for index in self._ids])
 
 
