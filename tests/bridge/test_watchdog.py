@@ -8,7 +8,7 @@ from redis.exceptions import ConnectionError
 from bridge.watchdog import Deadlines, Watchdog
 from tasks import keys
 from tasks.errors import Stale
-from tasks.record import Failed, Reoffer, RequestRecords
+from tasks.record import READER_LEASE_MS, Failed, Reoffer, RequestRecords
 from tests.bridge.cell import LEASE_MS, MODEL, Cell
 
 T0 = 1_000_000
@@ -203,6 +203,34 @@ def test_the_requests_of_a_reader_that_is_gone_are_cancelled(cell: Cell) -> None
     for request_id in ("queued", "running"):
         assert [(end.state, end.reason) for end in cell.output(request_id)[1]] == [("cancelled", "disconnect")]
     assert cell.watchdog.tick(T0 + 700).readers_gone == []
+
+
+def test_a_request_that_another_web_process_reads_as_well_goes_on(cell: Cell) -> None:
+    cell.join("w1", T0)
+    cell.records.reader_heartbeat("web1", LEASE_MS, now_ms=T0)
+    cell.offer("r1", T0, reader="web1")
+    cell.records.attach(["r1"], "web2", now_ms=T0)
+    assert cell.watchdog.tick(T0 + LEASE_MS).readers_gone == ["web1"]
+    assert cell.output("r1")[1] == []
+    assert cell.watchdog.tick(T0 + READER_LEASE_MS).cancelled == ["r1"]
+
+
+def test_a_web_process_that_died_before_its_first_heartbeat_is_found(cell: Cell) -> None:
+    cell.join("w1", T0)
+    cell.offer("r1", T0, reader="web1")
+    done = cell.watchdog.tick(T0 + READER_LEASE_MS)
+    assert (done.cancelled, done.readers_gone) == (["r1"], ["web1"])
+
+
+def test_a_client_that_left_may_come_back_within_its_grace_and_no_later(cell: Cell) -> None:
+    cell.join("w1", T0)
+    for request_id in ("back", "gone"):
+        cell.offer(request_id, T0, reader="web1")
+    cell.records.detach(["back", "gone"], "web1", 2_000, now_ms=T0)
+    assert cell.watchdog.tick(T0 + 1_999).cancelled == []
+    cell.records.attach(["back"], "web1", now_ms=T0 + 1_999)
+    assert cell.watchdog.tick(T0 + 2_000).cancelled == ["gone"]
+    assert cell.output("back")[1] == []
 
 
 def test_a_request_that_was_asked_to_outlive_its_reader_goes_on(cell: Cell) -> None:
