@@ -91,6 +91,9 @@ class JinjaTemplate:
             rendered = self._template.render(messages=shown, add_generation_prompt=True, **variables)
         except TemplateError as error:
             raise TemplateRefusal(error.message or type(error).__name__) from error
+        except Exception as error:
+            # A template may do with these messages whatever Python cannot.
+            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
         return texts.pieces(rendered)
 
     def _visible_texts(self, messages: Sequence[ChatMessage]) -> list[str]:
@@ -109,6 +112,15 @@ class _Arguments(dict[str, Any]):
     need not be an object."""
 
     as_written: str
+
+    def __str__(self) -> str:
+        return self.as_written
+
+    def __add__(self, text: str) -> str:
+        return self.as_written + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self.as_written
 
 
 class _Texts:

@@ -54,7 +54,10 @@ HERMES = ToolFormat(
         "<tool_call></tool_call> XML tags:\n<tool_call>\n"
         '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     ),
-    written=r'<tool_call>\s*\{"name":\s*"NAME",\s*"arguments":\s*ARGUMENTS\}\s*</tool_call>',
+    written=(
+        r'<tool_call>\s*\{\s*("name":\s*"NAME",\s*"arguments":\s*ARGUMENTS|"arguments":\s*ARGUMENTS,\s*"name":\s*"NAME")'
+        r"\s*\}\s*</tool_call>"
+    ),
 )
 """Nous Hermes' and Qwen's; the words are those that Qwen's template has for it."""
 

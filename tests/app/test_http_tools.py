@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessage
+from pydantic import BaseModel
 
+from app.request_body import parsed
 from app.templates import ChatFormat
 from app.text_edge import TextEdge
 from app.tool_formats import HERMES, LLAMA3
@@ -218,6 +223,21 @@ def test_the_job_has_the_grammar_of_what_was_asked_for() -> None:
     run(test, text_edges=HERMES_EDGE)
 
 
+@pytest.mark.parametrize(
+    ("body", "is_off"),
+    [
+        (b'{"tools": []}', True),
+        (b'{"response_format": {"type": "json_schema"}}', True),
+        (b'{"messages": []}', False),
+        (b" " * 20_000, True),
+    ],
+)
+def test_what_may_take_long_to_check_is_checked_off_the_event_loop(body: bytes, is_off: bool) -> None:
+    with ThreadPoolExecutor() as pool:
+        thread = asyncio.run(parsed(body, lambda body: threading.get_ident(), pool))
+    assert (thread != threading.get_ident()) == is_off
+
+
 # The whole line, with the scripted model: it says what a prompt dictates, as far as a grammar allows.
 
 
@@ -284,6 +304,43 @@ def test_a_free_answer_may_call_or_not(client: OpenAI) -> None:
     assert (message.content, message.tool_calls, reason) == ("No need. <b>", None, "stop")
     message, reason = ask(client, f"Let me see.\n{PARIS}", tools=TOOLS)
     assert (message.content, reason) == ("Let me see.", "tool_calls")
+
+
+def test_the_openai_client_parses_into_models_of_pydantic(client: OpenAI) -> None:
+    class Step(BaseModel):
+        text: str
+        result: float | None
+
+    class Proof(BaseModel):
+        steps: list[Step]
+        verdict: Literal["true", "false"]
+
+    dictated = '{"steps": [{"text": "So.", "result": 1.5}, {"text": "", "result": null}], "verdict": "maybe"}'
+    messages: Any = [{"role": "user", "content": f"\x0e{dictated}\x0f"}]
+    answer = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Proof)
+    proof = answer.choices[0].message.parsed
+    assert proof is not None
+    assert proof.steps == [Step(text="So.", result=1.5), Step(text="", result=None)]
+    assert proof.verdict in ("true", "false")
+
+
+def test_the_openai_clients_strict_functions_are_parsed(client: OpenAI) -> None:
+    class Weather(BaseModel):
+        """The weather of a city."""
+
+        city: str
+        days: int
+
+    messages: Any = [{"role": "user", "content": "\x0e<tool_call>\n{\x0f"}]
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=messages,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    [call] = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
 
 
 def test_the_openai_clients_stream_helper_puts_calls_together(client: OpenAI) -> None:

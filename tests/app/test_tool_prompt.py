@@ -33,6 +33,15 @@ QWEN = (
     "{% elif m.role != 'system' or not tools %}" + TURN + "{% endif %}{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
 """Writes calls in the manner of Hermes and Qwen."""
+HERMES_2 = QWEN.replace(
+    '{{ \'\n<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
+    "{{ (c.function.arguments | tojson) + '}\n</tool_call>' }}",
+    "{{ '\n<tool_call>\n{ \"arguments\": ' + (c.function.arguments | tojson) }}"
+    "{{ ', \"name\": \"' + c.function.name + '\"}\n</tool_call> ' }}",
+)
+"""As the first of that kind did: arguments before the name."""
+CONCATENATES = QWEN.replace("(c.function.arguments | tojson)", "c.function.arguments")
+BREAKS = QWEN.replace("c.function.name", "c.function.name + 5")
 LLAMA31 = (
     "{{ bos_token }}{% for m in messages %}{% set role = 'ipython' if m.role == 'tool' else m.role %}"
     "{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{% if tools and loop.first %}{% for t in tools %}"
@@ -115,6 +124,9 @@ class TestTheFormat:
         ("source", "format", "is_native"),
         [
             (QWEN, HERMES, True),
+            (HERMES_2, HERMES, True),
+            (CONCATENATES, HERMES, True),
+            (BREAKS, HERMES, False),
             (LLAMA31, LLAMA3, True),
             (CHATML, HERMES, False),
             (GEMMA_SOURCE, GEMMA, False),
@@ -145,6 +157,14 @@ class TestTemplatesThatKnowTools:
             for tools in ([TOOL], []):
                 expected = rendered(source, messages, tools, bos_token="<bos>")
                 assert text_of(format(messages, tools)) == expected
+
+    def test_a_template_may_take_arguments_for_text(self) -> None:
+        for source in (
+            CONCATENATES,
+            QWEN.replace("(c.function.arguments | tojson)", "c.function.arguments | string"),
+        ):
+            messages = conversation(CALL, ToolCall("c2", "get_weather", "not JSON"))
+            assert text_of(format_of(source)(messages, [TOOL])) == text_of(format_of(QWEN)(messages, [TOOL]))
 
     def test_several_calls_are_rendered(self) -> None:
         messages = conversation(CALL, OTHER_CALL)
