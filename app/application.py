@@ -204,8 +204,8 @@ async def _on_api_error(req: Request, resp: Response, error: ApiError, params: o
 async def _on_http_error(req: Request, resp: Response, error: HTTPError, params: object) -> None:
     """What Falcon itself refuses: an unknown path, a method that a path does not have."""
     message = {
-        404: f"Unknown path: {req.method} {req.path}. The API is under /v1.",
-        405: f"{req.path} does not take {req.method}.",
+        404: f"Unknown path: {req.method} {req.path[:256]}. The API is under /v1.",
+        405: f"{req.path[:256]} does not take {req.method}.",
     }.get(error.status_code, error.title or "The request was refused.")
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     refusal = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))

@@ -56,7 +56,7 @@ def body_too_large(max_bytes: int) -> ApiError:
 
 def model_not_found(model: str) -> ApiError:
     return ApiError(
-        404, f"The model `{model}` does not exist or is not served here.", code="model_not_found", param="model"
+        404, f"The model `{model[:256]}` does not exist or is not served here.", code="model_not_found", param="model"
     )
 
 

@@ -83,6 +83,11 @@ def _json_object(body: bytes) -> dict[str, Any]:
 def _lenient(body: bytes, strict_error: orjson.JSONDecodeError) -> Any:
     """NaN, the infinities, huge numbers and lone surrogates parse here, so that the field that has them is named."""
     try:
-        return json.loads(body.decode())
+        return json.loads(body.decode(), parse_int=_integer)
     except (ValueError, RecursionError):
         raise malformed(f"The request body is not valid JSON: {strict_error}") from None
+
+
+def _integer(digits: str) -> float:
+    """Python refuses to read a number of thousands of digits; no field takes one that is nearly as long."""
+    return int(digits) if len(digits) < 400 else float(digits)

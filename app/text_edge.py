@@ -103,7 +103,7 @@ class TextEdge:
             return
         num_tokens = 0
         for part in _parts(texts):
-            num_tokens += len(self._encode(part))
+            num_tokens += len(self._encode(part)) - len(self._prompt_prefix)
             if num_tokens > limit * 5 // 4:
                 raise PromptTooLong(param, limit, limit * 5 // 4)
 
