@@ -1,15 +1,15 @@
 """The request record: the one truth that processes agree on, moved only by the scripts.
 
-Owns the calls, their arguments and the types of their answers; `tasks.keys` has the table of what they touch. Refuses
-to know about the queue (`tasks.submit`, `tasks.consumer`) and about tokens' meaning. Every method may be called again
-with the same arguments after an error whose outcome is unknown; `now_ms` is for tests, the default is Redis' clock.
+Owns the calls about requests. `tasks.moves` has what they take and answer, `tasks.leases` the calls about processes,
+`tasks.keys` the table of what all of them touch. Refuses to know about the queue (`tasks.submit`, `tasks.consumer`)
+and about tokens' meaning. Every method may be called again with the same arguments after an error whose outcome is
+unknown; `now_ms` is for tests, the default is Redis' clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -20,30 +20,59 @@ from tasks.contract import (
     EndState,
     GenerationJob,
     Priority,
-    WorkerInfo,
-    WorkerLoad,
     decode_job,
-    decode_worker_info,
-    decode_worker_load,
     encode_job,
     encode_terminal,
-    encode_worker_info,
-    encode_worker_load,
     entry_id,
     pack_tokens,
     unpack_tokens,
 )
 from tasks.errors import FingerprintMismatch, IdempotencyConflict, NoWorker, QueueFull, Stale
-from tasks.lua import Argument, Scripts
+from tasks.leases import Leases
+from tasks.lua import Argument
+from tasks.moves import (
+    END_STATES,
+    Append,
+    Appended,
+    AppendResult,
+    Cancelled,
+    Claimed,
+    Failed,
+    Idempotency,
+    Outlook,
+    RecordState,
+    RefusalReason,
+    Refused,
+    Reoffer,
+    State,
+    Submitted,
+    Terminal,
+)
 from tasks.priorities import PRIORITIES, up_to
 
-State = Literal["offered", "claimed", "streaming", "finished", "cancelled", "failed"]
-RefusalReason = Literal["stale", "closed", "gap", "missing"]
+__all__ = [
+    "END_STATES",
+    "Append",
+    "AppendResult",
+    "Appended",
+    "Cancelled",
+    "Claimed",
+    "Failed",
+    "Idempotency",
+    "Outlook",
+    "RecordState",
+    "RefusalReason",
+    "Refused",
+    "Reoffer",
+    "RequestRecords",
+    "State",
+    "Submitted",
+    "Terminal",
+    "retry_after_s",
+]
 
-END_STATES: frozenset[str] = frozenset({"finished", "cancelled", "failed"})
 LEASE_CHECK_MS = 5_000
 """How often `due` names a held request again, as a backstop for a lost entry in its worker's `held` set."""
-READERS_TTL_MS = 86_400_000
 READER_LEASE_MS = 5_000
 """How long a web process counts as alive that reads something and has not spoken yet."""
 IDEMPOTENT_GRACE_MS = 10_000
@@ -53,123 +82,7 @@ CLAIM_RATE_MS = 30_000
 MAX_RETRY_AFTER_S = 120
 
 
-@dataclass(frozen=True, slots=True)
-class Idempotency:
-    """`key` names one request of one client (scoped by the caller to the client), `digest` is that of its body."""
-
-    key: str
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    request_id: str
-    """That of choice 0: of the request as it was submitted first, if this one only joins it."""
-    attempt: int
-    created: bool
-    """False: a request of this id or idempotency key was there already, and has another reader now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    job: GenerationJob
-    token_ids: tuple[int, ...]
-    """The output tokens that earlier attempts have published; generate from here on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terminal:
-    """How a worker ends a request; see `contract.TerminalEvent`."""
-
-    state: EndState
-    reason: str
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """Output tokens `first_index`, ... of an assignment; with `terminal`, they are the last (there may be none)."""
-
-    request_id: str
-    attempt: int
-    first_index: int
-    token_ids: tuple[int, ...]
-    num_cached_tokens: int = 0
-    terminal: Terminal | None = None
-    logprobs: bytes = b""
-    """`contract.pack_logprobs` of the tokens, or nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    next_index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """stale: another attempt is the active one; closed: the request has ended; gap: tokens before these are missing;
-    missing: no such record. In each case the worker must abort the sequence and write no more."""
-
-    reason: RefusalReason
-
-
-AppendResult = Appended | Refused
-
-
-@dataclass(frozen=True, slots=True)
-class Reoffer:
-    """A new attempt is on offer; enqueue it (`Submitter.requeue`)."""
-
-    request_id: str
-    attempt: int
-    queue: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request was ended instead: "poison", "no_worker" or "first_token_deadline"."""
-
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The request was ended because nobody had come back to read it."""
-
-    request_id: str
-    reason: str
-
-
-Outlook = Reoffer | Failed | Cancelled | None
-"""What became of a request that was looked at or given back; None: nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordState:
-    """The facts of a record. Times are epoch milliseconds, 0 where it has not happened."""
-
-    state: State
-    attempt: int
-    model: str
-    worker: str
-    """The worker that holds the request, or that held it when it ended; empty while it is offered."""
-    next_index: int
-    reason: str
-    fingerprint: str
-    num_cached_tokens: int
-    submitted_ms: int
-    offered_ms: int
-    claimed_ms: int
-    first_token_ms: int
-    ended_ms: int
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in END_STATES
-
-
-class RequestRecords:
+class RequestRecords(Leases):
     """All that web, worker and watchdog may do to requests and leases. Raises redis.exceptions.RedisError."""
 
     def __init__(
@@ -182,8 +95,7 @@ class RequestRecords:
         offer_deadline_ms: int = 1_000,
         first_token_deadline_ms: int = 60_000,
     ) -> None:
-        self._redis: Any = redis  # redis-py's reply types fit neither RESP version
-        self._scripts = Scripts(redis)
+        super().__init__(redis)
         self._stream_ttl_ms = stream_ttl_s * 1000
         self._active_ttl_ms = active_ttl_s * 1000
         self._max_attempts = max_attempts
@@ -438,101 +350,6 @@ class RequestRecords:
             self._active_ttl_ms,
             self._stream_ttl_ms,
         )
-
-    def _now(self, now_ms: int | None) -> int:
-        if now_ms is not None:
-            return now_ms
-        seconds, micros = self._redis.time()
-        return int(seconds) * 1000 + int(micros) // 1000
-
-    # -- leases of workers and readers
-
-    def heartbeat(self, info: WorkerInfo, load: WorkerLoad, lease_ms: int, now_ms: int | None = None) -> int:
-        """Renew the lease (joining if it is new). Returns the number of live workers of that model."""
-        return int(
-            self._scripts.call(
-                "heartbeat",
-                now_ms,
-                info.worker,
-                info.model,
-                encode_worker_info(info),
-                encode_worker_load(load),
-                info.max_num_seqs,
-                lease_ms,
-            )
-        )
-
-    def leave(self, worker: str, model: str, now_ms: int | None = None) -> None:
-        """Forget a worker: by itself when it has released everything, by the watchdog after re-offering it all."""
-        self._scripts.call("leave", now_ms, worker, model)
-
-    def expire_lease(self, worker: str, model: str) -> None:
-        """Say that a worker is dead before its lease runs out (its supervisor saw it die)."""
-        self._redis.zadd(keys.workers(model), {worker: 0}, xx=True)
-
-    def least_held_by_peers(self, worker: str, model: str, now_ms: int | None = None) -> int | None:
-        """The smallest number of requests held by another live worker that has a free slot; None without such."""
-        least = int(self._scripts.call("peers", now_ms, worker, model))
-        return None if least < 0 else least
-
-    def models(self) -> list[str]:
-        """The models that ever had a worker."""
-        return sorted(item.decode() for item in self._redis.smembers(keys.MODELS))
-
-    def workers(self, model: str | None = None, now_ms: int | None = None) -> list[tuple[WorkerInfo, WorkerLoad]]:
-        """The live workers, of one model or of all, by id."""
-        now = self._now(now_ms)
-        found: list[tuple[WorkerInfo, WorkerLoad]] = []
-        for name in self.models() if model is None else [model]:
-            ids: Any = self._redis.zrangebyscore(keys.workers(name), f"({now}", "+inf")
-            for worker in sorted(ids):
-                info, load = self._redis.hmget(keys.worker(worker.decode()), "info", "load")
-                if info is not None and load is not None:
-                    found.append((decode_worker_info(info), decode_worker_load(load)))
-        return found
-
-    def expired_workers(self, now_ms: int | None = None) -> list[tuple[str, str]]:
-        """(model, worker) of every worker whose lease is over and that nobody has made `leave` yet."""
-        now = self._now(now_ms)
-        return [
-            (model, worker.decode())
-            for model in self.models()
-            for worker in self._redis.zrangebyscore(keys.workers(model), "-inf", now)
-        ]
-
-    def held(self, worker: str) -> list[tuple[str, int]]:
-        """(request id, attempt) of everything a worker holds."""
-        found: list[tuple[str, int]] = []
-        for raw in sorted(self._redis.smembers(keys.held(worker))):
-            attempt: Any = self._redis.hget(keys.request(raw.decode()), "attempt")
-            if attempt is None:
-                self._redis.srem(keys.held(worker), raw)
-            else:
-                found.append((raw.decode(), int(attempt)))
-        return found
-
-    def reader_heartbeat(self, reader: str, lease_ms: int, now_ms: int | None = None) -> bool:
-        """Renew the lease of a web process. False: it had none (any more), so it must attach again what it reads."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(keys.READERS, {reader: self._now(now_ms) + lease_ms})
-            pipe.pexpire(keys.READERS, READERS_TTL_MS)
-            return int(pipe.execute()[0]) == 0
-
-    def reader_leave(self, reader: str, now_ms: int | None = None) -> None:
-        """A web process ends. What it still reads is the watchdog's to detach, at once: its lease is over."""
-        self._scripts.call("reader_leave", now_ms, reader, 0)
-
-    def forget_reader(self, reader: str, now_ms: int | None = None) -> bool:
-        """By the watchdog, after detaching all of it. False: it is alive again, or has begun to read something."""
-        return bool(self._scripts.call("reader_leave", now_ms, reader, 1))
-
-    def expired_readers(self, now_ms: int | None = None) -> list[str]:
-        raw: Any = self._redis.zrangebyscore(keys.READERS, "-inf", self._now(now_ms))
-        return [item.decode() for item in raw]
-
-    def open_of(self, reader: str) -> list[str]:
-        """The requests that this reader reads and that may end when it is gone."""
-        return sorted(item.decode() for item in self._redis.smembers(keys.reader_open(reader)))
 
 
 def retry_after_s(num_waiting: int, num_claimed: Sequence[int], elapsed_ms: int) -> int:
