@@ -31,6 +31,8 @@ from tasks.contract import ContractError, decode_entry
 logger = logging.getLogger(__name__)
 
 
+CONTROL_TTL_MS = 86_400_000
+"""A process that is killed leaves its control stream behind."""
 MAX_ENTRIES = 64
 """Of one stream in one read: with the window it bounds what a subscriber can have in memory."""
 
@@ -251,7 +253,10 @@ class Reader:
 
     def _send_wake(self) -> None:
         try:
-            self._short.xadd(self._control, {b"w": b""}, maxlen=1, approximate=False)
+            with self._short.pipeline(transaction=False) as pipe:
+                pipe.xadd(self._control, {b"w": b""}, maxlen=1, approximate=False)
+                pipe.pexpire(self._control, CONTROL_TTL_MS)
+                pipe.execute()
         except RedisError as error:
             # The read returns by itself after block_ms, and then sees the change.
             logger.warning("%s reader not woken: %s", self.reader_id, error)

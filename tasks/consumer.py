@@ -34,6 +34,8 @@ BLOCK_S = 2.0
 """How long to block for a wake token: within the read time-out of the blocking client (`tasks.clients`)."""
 HOUSEKEEPING_S = 10.0
 BOOKS_TTL_MS = 86_400_000
+DEAD_AFTER_MS = 60_000
+"""A worker that has not been in Dramatiq's books for so long is dead; one that is not only acknowledges in vain."""
 YIELD_STEP_S = 0.002
 MAX_YIELD_STEPS = 10
 YIELD_HOLIDAY_S = 0.25
@@ -233,11 +235,12 @@ class AssignmentConsumer:
         return True
 
     def _keep_house(self) -> bool:
-        """Give back what Dramatiq believes to be here and is not, and stay alive in its books."""
+        """Give back what Dramatiq believes to be here and is not, stay in its books, and clear those of the dead."""
         self._give_back_unseen()
-        self._client.zadd(
-            keys.message_heartbeats(self._broker.namespace), {self._broker.broker_id: int(time.time() * 1000)}
-        )
+        alive, now_ms = keys.message_heartbeats(self._broker.namespace), int(time.time() * 1000)
+        self._client.zadd(alive, {self._broker.broker_id: now_ms})
+        for broker_id in self._client.zrangebyscore(alive, "-inf", now_ms - DEAD_AFTER_MS):
+            self._bury(broker_id.decode())
         self._is_doubtful = False
         self._housekeeping_s = self._monotonic() + HOUSEKEEPING_S
         return False
@@ -251,6 +254,17 @@ class AssignmentConsumer:
                 log.warning("giving back %d messages of %s whose delivery got lost", len(unseen), queue)
                 self._broker.do_requeue(queue, *unseen)
                 wake(self._redis, queue)
+
+    def _bury(self, broker_id: str) -> None:
+        """Drop the messages that a dead worker had: what becomes of their requests is for the watchdog to say."""
+        namespace = self._broker.namespace
+        for queue in self.queues:
+            acks = keys.message_acks(queue, broker_id, namespace)
+            if taken := self._client.smembers(acks):
+                log.info("dropping %d messages of %s that a dead worker had taken", len(taken), queue)
+                self._client.hdel(keys.messages(queue, namespace), *taken)
+                self._client.delete(acks)
+        self._client.zrem(keys.message_heartbeats(namespace), broker_id)
 
     def _acks(self, queue: str) -> str:
         return keys.message_acks(queue, self._broker.broker_id, self._broker.namespace)

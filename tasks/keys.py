@@ -21,7 +21,7 @@ Main database (N):
 | tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave     |
 | tf:readers               | zset   | reader_heartbeat, attach   | watchdog              | 24 h; members leave     |
 | tf:reader:<rid>:open     | set    | submit, attach, ends       | watchdog              | 24 h; members leave     |
-| tf:control:<rid>         | stream | the reader itself          | the reader itself     | capped by its writer    |
+| tf:control:<rid>         | stream | the reader itself          | the reader itself     | 24 h, one entry         |
 | tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS    |
 | tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
 | tf:bridge                | string | the active bridge          | standby bridges       | its lease               |

@@ -240,6 +240,23 @@ def test_a_message_whose_delivery_got_lost_is_given_back(
     assert worker.ids == ["r1"]
 
 
+def test_the_messages_of_a_worker_that_died_long_ago_are_dropped_and_those_of_a_live_one_stay(
+    cell: Cell, worker: Worker
+) -> None:
+    dead, live = Worker(cell, "dead"), Worker(cell, "live")
+    for other, request_id in ((dead, "r1"), (live, "r2")):
+        push(cell, NEW, request_id)
+        assert other.consumer.tick()
+    cell.queue.zadd(keys.message_heartbeats(), {dead.broker.broker_id: 1})
+    worker.consumer._keep_house()
+    assert cell.queue.hlen(keys.messages(NEW)) == 1
+    assert cell.queue.exists(keys.message_acks(NEW, dead.broker.broker_id)) == 0
+    assert cell.queue.zscore(keys.message_heartbeats(), dead.broker.broker_id) is None
+    for other in (dead, live):  # the dead one was only frozen
+        other.consumer.acknowledge(other.taken[0])
+    assert cell.queue.hlen(keys.messages(NEW)) == 0
+
+
 def test_a_message_at_work_is_not_given_back(cell: Cell, worker: Worker) -> None:
     push(cell, NEW, "r1")
     worker.consumer.tick()
