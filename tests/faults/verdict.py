@@ -53,8 +53,6 @@ def judge_client(seen: Seen, oracle: Oracle, excused: frozenset[str]) -> Broken 
     for text in seen.texts.values():
         if not expected.text.startswith(text):
             return Broken(_kind_of(expected.text, text), seen.request_id, f"{text!r}, not {expected.text!r}")
-    if fault := _index_fault(seen, expected):
-        return Broken("reordered", seen.request_id, fault)
     match seen.end:
         case "done":
             for number in range(ask.num_choices):
@@ -74,7 +72,8 @@ def judge_client(seen: Seen, oracle: Oracle, excused: frozenset[str]) -> Broken 
                 return Broken("end", seen.request_id, "the connection broke for no reason")
         case _:
             pass
-    return None
+    fault = _index_fault(seen, expected)
+    return Broken("reordered", seen.request_id, fault) if fault else None
 
 
 def judge_record(redis: Redis, request_id: str, content: str, oracle: Oracle) -> Broken | None:
