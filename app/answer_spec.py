@@ -60,6 +60,8 @@ class AnswerSpec:
     store: bool = False
     metadata: Mapping[str, str] = field(default_factory=dict)
     background: bool = False
+    owner: str = ""
+    """The name of the API key that asked; the answer is shown to that name alone."""
 
     @property
     def num_choices(self) -> int:

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -93,6 +93,7 @@ class Answering:
 
     async def answer(self, req: Request, resp: Response, ask: Ask) -> None:
         """The whole way of a new request. Raises ApiError."""
+        ask = replace(ask, spec=replace(ask.spec, owner=owner_of(req)))
         admitted = await self._admit(ask)
         spec = admitted.spec
         resp.set_header("x-request-id", spec.request_id)
@@ -257,7 +258,11 @@ def wishes_of(req: Request, body: bytes) -> Wishes:
             "Idempotency-Key", f"The header Idempotency-Key must have from 1 to {MAX_KEY_LENGTH} characters."
         )
     # A digest, so that what a client sends never becomes a part of the name of a key in Redis.
-    scope = req.scope.get(KEY_NAME) or ""
-    name = hashlib.sha256(b"\0".join([scope.encode(), key.encode()])).hexdigest()
+    name = hashlib.sha256(b"\0".join([owner_of(req).encode(), key.encode()])).hexdigest()
     digest = hashlib.sha256(b"\0".join([req.path.encode(), body])).hexdigest()
     return Wishes(on_disconnect == "continue", Idempotency(name, digest))
+
+
+def owner_of(req: Request) -> str:
+    """In whose name the request is made; empty where there are no API keys."""
+    return req.scope.get(KEY_NAME) or ""

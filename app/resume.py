@@ -5,6 +5,7 @@ Owns what a client may say about where it left. Refuses to know how an answer is
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +16,11 @@ from falcon import MEDIA_JSON
 from falcon.asgi import Request, Response
 
 from app.answer_spec import AnswerSpec, SpecError, decode_spec
-from app.answering import Answering
+from app.answering import Answering, owner_of
 from app.errors import ApiError, completion_not_found, internal_error, invalid
 from tasks.contract import EndState
+
+logger = logging.getLogger(__name__)
 
 MAX_INDEX = 2**31
 _POSITION = re.compile(r"-1|\d{1,10}")
@@ -43,7 +46,7 @@ class KnownAnswers:
         after = req.get_param("starting_after")
         if after is not None and not stream:
             raise invalid("starting_after", "starting_after may only be given when stream is true.")
-        spec = await self._spec(completion_id)
+        spec = await self._spec(req, completion_id)
         resp.set_header("x-request-id", spec.request_id)
         if not stream:
             await self._show(resp, spec)
@@ -53,7 +56,7 @@ class KnownAnswers:
         await self._answering.deliver(req, resp, spec, stream=True, position=position, attach=True)
 
     async def on_post_cancel(self, req: Request, resp: Response, completion_id: str) -> None:
-        spec = await self._spec(completion_id)
+        spec = await self._spec(req, completion_id)
         resp.set_header("x-request-id", spec.request_id)
         await self._answering.in_thread(partial(self._stop, spec))
         await self._show(resp, spec)
@@ -62,14 +65,19 @@ class KnownAnswers:
         resp.content_type = MEDIA_JSON
         resp.data = orjson.dumps(await self._answering.state(spec))
 
-    async def _spec(self, completion_id: str) -> AnswerSpec:
+    async def _spec(self, req: Request, completion_id: str) -> AnswerSpec:
+        """Raises ApiError."""
         data = await self._answering.in_thread(partial(self._records.answer, completion_id))
         if not data:
             raise completion_not_found(completion_id)
         try:
-            return decode_spec(data)
+            spec = decode_spec(data)
         except SpecError as error:
+            logger.error("%s cannot be shown: %s", completion_id, error)
             raise internal_error() from error
+        if spec.owner != owner_of(req):
+            raise completion_not_found(completion_id)
+        return spec
 
     def _stop(self, spec: AnswerSpec) -> None:
         for choice_id in spec.choice_ids:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.exceptions import TimeoutError
 
+from app.api_keys import KeyFile
 from tests.app.web import HELLO, MODEL, Web, run
 
 ID = "chatcmpl-1"
@@ -184,3 +186,38 @@ def test_a_lost_reply_is_made_good_by_sending_the_request_again() -> None:
         assert web.records.num_waiting(MODEL) == 0
 
     run(test)
+
+
+@pytest.fixture
+def two_keys(tmp_path: Path) -> KeyFile:
+    path = tmp_path / "keys"
+    path.write_text("sk-a Alice\nsk-b Bob\n")
+    return KeyFile(path)
+
+
+def test_a_key_means_something_to_its_own_client_only(two_keys: KeyFile) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.post(BODY, authorization="Bearer sk-a", **KEY)
+        other = await web.post({**BODY, "background": True}, authorization="Bearer sk-b", **KEY)
+        assert (other.status, other.json["id"]) == (200, "chatcmpl-2")
+        assert web.records.num_waiting(MODEL) == 2
+
+    run(test, keys=two_keys)
+
+
+def test_an_answer_is_known_to_its_own_client_only(two_keys: KeyFile) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        path = f"/v1/chat/completions/{ID}"
+        await web.post({**BODY, "background": True}, authorization="Bearer sk-a")
+        assert (await web.get(path, authorization="Bearer sk-a")).status == 200
+        for refused in (
+            await web.get(path, authorization="Bearer sk-b"),
+            await web.get(f"{path}?stream=true", authorization="Bearer sk-b"),
+            await web.request("POST", f"{path}/cancel", headers={"authorization": "Bearer sk-b"}),
+        ):
+            assert (refused.status, refused.error["code"]) == (404, "completion_not_found")
+        assert end_of(web) == ("offered", "")
+
+    run(test, keys=two_keys)
