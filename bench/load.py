@@ -242,27 +242,28 @@ def percentile_ms(values: Sequence[float], share: float) -> float | None:
     return round(sorted(values)[rank - 1] * 1000, 2)
 
 
+def body_of(
+    target: Target, kind: str, number: int, options: argparse.Namespace, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """The request `number`; a field that `extra` sets to null is left out, for servers that refuse it."""
+    body = {
+        "model": target.model,
+        "messages": messages(kind, number, options.seed),
+        "max_tokens": options.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    return {name: value for name, value in (body | extra).items() if value is not None}
+
+
 def run(target: Target, kind: str, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
     """One measurement: its figures, ready to be printed."""
     num_requests = min(options.requests or max(4, concurrency), MAX_REQUESTS)
     extra = orjson.loads(options.extra)
     numbers = range(options.offset, options.offset + num_requests)
-    requests = [
-        encode_request(
-            target,
-            {
-                "model": target.model,
-                "messages": messages(kind, number, options.seed),
-                "max_tokens": options.max_tokens,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "ignore_eos": True,
-                **extra,
-            },
-        )
-        for number in numbers
-    ]
+    requests = [encode_request(target, body_of(target, kind, number, options, extra)) for number in numbers]
     cpu_before, started_s = _cpu_seconds(), time.perf_counter()
     tally = asyncio.run(drive(target, requests, concurrency, options.timeout))
     wall_s = time.perf_counter() - started_s
@@ -315,7 +316,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--offset", type=int, default=0, help="number of the first request: another one, other prompts"
     )
-    parser.add_argument("--extra", default="{}", help="JSON merged into every request")
+    parser.add_argument("--extra", default="{}", help="JSON merged into every request; null takes a field away")
     parser.add_argument("--key", default="", help="API key")
     parser.add_argument("--all", action="store_true", help="every kind at 1, 4, 16 and 32 streams, as a table")
     options = parser.parse_args(arguments)

@@ -6,7 +6,8 @@
 Owns starting and ending each server and the table. Refuses to know how a load is driven (`bench.load`). The servers
 run one after the other, so that each has the machine for itself, and every run measures all of them, so that a noisy
 hour hits them alike. Everything is on the loopback address. Peers: llama-server from the sources in the sdist of
-llama-cpp-python, and vLLM's CPU build; vLLM gets the same weights, dequantised to bf16.
+llama-cpp-python, vLLM's CPU build and, where it was installed on purpose (`--install --with-transformers`),
+`transformers serve`; the last two get the same weights, dequantised to bf16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from bench.load import Target, parse_arguments, run
-from bench.machine import descendants
+from bench.machine import descendants, machine
 from decode.registry import DEFAULT_MODEL, resolve
 
 LOADS = (
@@ -53,6 +53,27 @@ class Server:
     command: tuple[str, ...]
     model: str
     environ: dict[str, str] = field(default_factory=dict)
+    extra: str = "{}"
+    """JSON merged into every request (`bench.load --extra`): what it does not take, or has under another name."""
+    is_optional: bool = False
+    """Measured only where it is installed."""
+
+    @property
+    def is_installed(self) -> bool:
+        return Path(self.command[0]).exists()
+
+
+_TRANSFORMERS = (
+    "--continuous-batching",
+    "--dtype",
+    "bfloat16",
+    "--device",
+    "cpu",
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "{port}",
+)
 
 
 def servers(peers: Path, model: Path) -> list[Server]:
@@ -70,6 +91,15 @@ def servers(peers: Path, model: Path) -> list[Server]:
             (*vllm, "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "32", "--port", "{port}"),
             DEFAULT_MODEL,
             {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
+        ),
+        Server(
+            "transformers",
+            (str(peers / "transformers/bin/transformers"), "serve", str(peers / "checkpoint"), *_TRANSFORMERS),
+            str(peers / "checkpoint"),
+            {"HF_HUB_OFFLINE": "1"},
+            # It knows no ignore_eos, and refuses what it does not know.
+            '{"ignore_eos": null, "generation_config": "{\\"eos_token_id\\": -1}"}',
+            is_optional=True,
         ),
     ]
 
@@ -154,10 +184,10 @@ def measure(server: Server, number: int, logs: Path) -> dict[str, dict[str, Any]
     rows: dict[str, dict[str, Any]] = {}
     with running(server, logs) as (port, ready_s, memory):
         target = Target("127.0.0.1", port, "/v1", server.model, "")
-        run(target, "short", 4, parse_arguments(["--seed", "999", "--max-tokens", "16"]))
+        run(target, "short", 4, parse_arguments(["--seed", "999", "--max-tokens", "16", "--extra", server.extra]))
         for position, (kind, concurrency) in enumerate(LOADS):
             # Fresh prompts for each load: what an earlier one left in the prefix cache must not help.
-            arguments = ["--seed", str(number), "--offset", str(100 * position)]
+            arguments = ["--seed", str(number), "--offset", str(100 * position), "--extra", server.extra]
             if kind == "prefill":
                 arguments += ["--max-tokens", "1", "-n", "3"]
             row = run(target, kind, concurrency, parse_arguments(arguments))
@@ -170,7 +200,7 @@ def measure(server: Server, number: int, logs: Path) -> dict[str, dict[str, Any]
 
 
 def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
-    """Medians of the runs; the ratio is ours to the best peer's, in tokens a second."""
+    """Medians of the runs; the first server is ours, and the ratios are ours to the best peer's."""
     names = list(results)
     lines = [
         "| load | " + " | ".join(names) + " | ours / best peer | TTFT: ours / best peer's |",
@@ -181,16 +211,11 @@ def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
         speed = {name: _median(results[name], load, figure) for name in names}
         ttft = {name: _median(results[name], load, "ttft_p50_ms") for name in names}
         gap = {name: _median(results[name], load, "itl_p50_ms") for name in names}
-        peers = names[1:]
-        fastest = max(peers, key=lambda name: speed[name])
-        cells = [
-            f"{speed[name]:,.0f} ({ttft[name]:,.0f}" + (f" / {gap[name]:.1f})" if gap[name] else ")")
-            for name in names
-        ]
-        lines.append(
-            f"| {load} | {' | '.join(cells)} | {speed[names[0]] / speed[fastest]:.2f} ({fastest}) | "
-            f"{ttft[names[0]] / min(ttft[name] for name in peers):.2f} |"
-        )
+        cells = [cell(speed[name], ttft[name], gap[name]) for name in names]
+        fastest, soonest = best(speed, names[1:], max), best(ttft, names[1:], min)
+        faster = f"{speed[names[0]] / speed[fastest]:.2f} ({fastest})" if fastest else ""
+        sooner = f"{ttft[names[0]] / ttft[soonest]:.2f}" if soonest else ""
+        lines.append(f"| {load} | {' | '.join(cells)} | {faster} | {sooner} |")
     peaks = " | ".join(f"{max(row['peak_mb'] for run in results[name] for row in run.values()):,}" for name in names)
     ready = " | ".join(
         f"{statistics.median(next(iter(run.values()))['ready_s'] for run in results[name]):.1f}" for name in names
@@ -204,35 +229,49 @@ def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
     return "\n".join(lines)
 
 
+def cell(speed: float, ttft_ms: float, gap_ms: float) -> str:
+    """One figure of the table; a load at which every request failed has none."""
+    if not speed:
+        return "failed"
+    return f"{speed:,.0f} ({ttft_ms:,.0f}" + (f" / {gap_ms:.1f})" if gap_ms else ")")
+
+
+def best(figures: dict[str, float], peers: Sequence[str], choose: Callable[..., str]) -> str | None:
+    """The peer with the largest or smallest figure among those that have one; None if none has."""
+    measured = [name for name in peers if figures[name]]
+    return choose(measured, key=figures.__getitem__) if measured else None
+
+
 def _median(runs: list[dict[str, dict[str, Any]]], load: str, figure: str) -> float:
     values = [run[load][figure] for run in runs if run[load].get(figure) is not None]
     return statistics.median(values) if values else 0.0
 
 
 def report(results: dict[str, list[dict[str, dict[str, Any]]]], num_runs: int) -> str:
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
     return f"""# Beside the peers
 
 Written by `python -m bench.peers --runs {num_runs}` (`make bench-peers`) on {time.strftime("%Y-%m-%d")}:
-{os.cpu_count()} processors, {cpu}, Python {platform.python_version()}.
+{machine()}.
 Medians of {num_runs} run(s); each run measures every server, one after the other on the same machine.
 
 Output tokens/s (TTFT p50 / inter-token p50, ms). The prefill row is prompt tokens/s of one prompt of about 2,000
 tokens, from sending the request to its first token.
 
 Model `{DEFAULT_MODEL}`: its Q4_1 GGUF for tokenferry (default configuration) and for llama-server (flash
-attention off), the same weights dequantised to bf16 for vLLM. Client and prompts: [`load.py`](load.py); 128 output
-tokens, temperature 0, `ignore_eos`, as many requests as streams and at least four.
+attention off), the same weights dequantised to bf16 for the others. Client and prompts: [`load.py`](load.py); 128
+output tokens, temperature 0, `ignore_eos`, as many requests as streams and at least four.
 
 {table(results)}
 """
+
+
+def choose(known: Sequence[Server], only: Sequence[str]) -> list[Server]:
+    """Those named, or all but optional ones that are not installed. Raises SystemExit for a name without a server."""
+    if unknown := set(only) - {server.name for server in known}:
+        raise SystemExit(f"--only: no server named {', '.join(sorted(unknown))}")
+    if only:
+        return [server for server in known if server.name in only]
+    return [server for server in known if server.is_installed or not server.is_optional]
 
 
 def main() -> int:
@@ -240,14 +279,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--peers", type=Path, default=PEERS_DIR, help="where the peers are installed")
     parser.add_argument("--install", action="store_true", help="install the peers that are missing first")
+    parser.add_argument("--with-transformers", action="store_true", help="with --install: transformers serve, too")
     parser.add_argument("--only", default="", help="names of servers, comma separated")
     options = parser.parse_args()
     model = resolve(DEFAULT_MODEL, Path(os.environ.get("TOKENFERRY_CACHE", Path.home() / ".cache" / "tokenferry")))
     if options.install:
         from bench.install_peers import install
 
-        install(options.peers, model)
-    chosen = [one for one in servers(options.peers, model) if not options.only or one.name in options.only.split(",")]
+        install(options.peers, model, with_transformers=options.with_transformers)
+    chosen = choose(servers(options.peers, model), options.only.split(",") if options.only else [])
     results: dict[str, list[dict[str, dict[str, Any]]]] = {server.name: [] for server in chosen}
     with tempfile.TemporaryDirectory(prefix="tokenferry-peers-") as folder:
         for number in range(1, options.runs + 1):

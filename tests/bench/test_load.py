@@ -12,6 +12,7 @@ from bench.load import (
     Stream,
     Tally,
     Target,
+    body_of,
     drive,
     encode_request,
     messages,
@@ -127,6 +128,14 @@ def test_each_number_has_another_prompt_and_shared_ones_the_same_beginning() -> 
     assert messages("short", 1, 0) != messages("short", 2, 0)
     assert messages("shared", 1, 0)[0] == messages("shared", 2, 0)[0]
     assert len(messages("shared", 1, 0)[0]["content"].split()) > 900
+
+
+def test_extra_fields_are_merged_and_null_takes_one_away() -> None:
+    target, options = Target("127.0.0.1", 1, "/v1", "m", ""), parse_arguments(["--max-tokens", "7"])
+    body = body_of(target, "short", 3, options, {"ignore_eos": None, "seed": 5})
+    assert "ignore_eos" not in body
+    assert (body["seed"], body["max_tokens"], body["messages"]) == (5, 7, messages("short", 3, 0))
+    assert body_of(target, "short", 3, options, {})["ignore_eos"] is True
 
 
 def test_percentiles_are_nearest_ranks() -> None:
