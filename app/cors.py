@@ -13,7 +13,7 @@ from falcon.asgi import Request, Response
 
 ANY = "*"
 
-EXPOSED = "x-request-id, x-worker, openai-processing-ms, retry-after, www-authenticate"
+EXPOSED = "x-request-id, x-worker, x-idempotent-replay, openai-processing-ms, retry-after, www-authenticate"
 PREFLIGHT_S = 86_400
 
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")
