@@ -32,6 +32,9 @@ from tasks.record import Idempotency, Submitted
 logger = logging.getLogger(__name__)
 
 LIMITS_TTL_S = 1.0
+FULL_TTL_S = 0.05
+"""For how long a queue that was full is taken to be full without asking: in a flood, a refusal then costs no round
+trip, and what was accepted does not wait behind thousands of refusals."""
 
 PRIORITIES: Mapping[str, Priority] = {"priority": "priority", "flex": "flex"}
 """Service tiers that are not the default."""
@@ -113,9 +116,19 @@ class Admission:
         self._max_waiting = max_waiting
         self._clock = clock
         self._limits: dict[str, tuple[float, Limits]] = {}
+        self._full: dict[tuple[str, str], tuple[float, int]] = {}
+        """Model and class of priority -> until when its queue is taken to be full, and what a client is told then."""
+
+    def check_room(self, ask: Ask) -> None:
+        """Raises ApiError if the queue was full a moment ago. Does not block."""
+        known = self._full.get(_queue_of(ask))
+        # One with a key may have been accepted before.
+        if known is not None and self._clock() < known[0] and ask.idempotency is None:
+            raise queue_full(known[1])
 
     def admit(self, ask: Ask) -> Admitted:
         """Puts the request on offer. Raises ApiError, or RedisError if it is not known whether it is on offer."""
+        self.check_room(ask)
         try:
             limits = self._limits_of(ask.spec.model)
         except RedisError as error:
@@ -139,7 +152,10 @@ class Admission:
             )
         except QueueFull as refusal:
             logger.info("%s refused, queue full: %s", spec.request_id, refusal)
-            raise queue_full(self._retry_after_s(jobs[0])) from refusal
+            retry_after_s = self._retry_after_s(jobs[0])
+            if len(jobs) == 1:  # where several find no room, there may be room for one
+                self._full[_queue_of(ask)] = (self._clock() + FULL_TTL_S, retry_after_s)
+            raise queue_full(retry_after_s) from refusal
         except NoWorker as refusal:
             self._limits.pop(spec.model, None)
             raise no_worker(spec.model) from refusal
@@ -180,6 +196,10 @@ class Admission:
             return self._records.retry_after_s(job.model, job.priority)
         except RedisError:
             return 1
+
+
+def _queue_of(ask: Ask) -> tuple[str, str]:
+    return ask.spec.model, PRIORITIES.get(ask.call.service_tier, "default")
 
 
 def jobs_of(ask: Ask, limit: int) -> list[GenerationJob]:

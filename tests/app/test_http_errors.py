@@ -10,6 +10,7 @@ import orjson
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeout
 
+from app.admission import FULL_TTL_S
 from tasks.contract import GenerationJob
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Web, run
 
@@ -183,6 +184,22 @@ def test_a_worker_that_left_since_the_last_request_is_noticed() -> None:
     run(test)
 
 
+def test_a_queue_that_was_full_a_moment_ago_is_not_asked_again() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        for _ in range(2):
+            assert (await web.chat(stream=True)).status == 200
+        first = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        second = await web.chat(stream=True)
+        assert (first.status, second.status) == (429, 429)
+        assert second.headers["retry-after"] == first.headers["retry-after"]
+        web.now_s += FULL_TTL_S
+        assert (await web.chat(stream=True)).status == 200
+
+    run(test, max_waiting=2)
+
+
 def test_a_full_queue_asks_the_client_to_come_back() -> None:
     async def test(web: Web) -> None:
         web.worker()
@@ -208,6 +225,7 @@ def test_the_slower_the_queue_moves_the_later_the_client_is_asked_to_come_back()
         assert 1 <= int(soon.headers["retry-after"]) <= 3
         for key in web.redis.keys("tf:claims:*"):
             web.redis.delete(key)
+        web.now_s += FULL_TTL_S
         late = await web.chat(stream=True)
         assert 30 <= int(late.headers["retry-after"]) <= 35
 
