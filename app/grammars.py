@@ -25,7 +25,7 @@ from app.tool_formats import ToolFormat
 MAX_GRAMMAR_BYTES: Final = 262_144
 MAX_CALLS: Final = 16
 """In one answer: a small model may well repeat a call for ever."""
-Tools = Sequence[tuple[str, Schema]]
+Functions = Sequence[tuple[str, Schema]]
 """The names of functions, and what their arguments have to be."""
 
 _LIMITS: Final = LLParserLimits(initial_lexer_fuel=200_000, max_grammar_size=10_000, verbose_errors=False)
@@ -100,21 +100,21 @@ def json_grammar(schema: Schema, reasoning: ReasoningFormat) -> str:
     return _grammar([f"answer: {_json(schema)}"], reasoning)
 
 
-def calls_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
+def calls_grammar(format: ToolFormat, functions: Functions, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
     """All of the answer is calls of these tools: one, or with `is_parallel` one or more."""
     answer = f"answer: call{_further(format, is_parallel)}"
-    return _grammar([answer, *_call(format, tools, _text(format.opening))], reasoning)
+    return _grammar([answer, *_call(format, functions, _text(format.opening))], reasoning)
 
 
 def calls_or_json_grammar(
-    format: ToolFormat, tools: Tools, schema: Schema, reasoning: ReasoningFormat, *, is_parallel: bool
+    format: ToolFormat, functions: Functions, schema: Schema, reasoning: ReasoningFormat, *, is_parallel: bool
 ) -> str:
     """All of the answer is calls, or JSON that follows the schema."""
     rules = [f"answer: call{_further(format, is_parallel)} | json", f"json: {_json(schema)}"]
     if format.opening:
-        return _grammar([*rules, *_call(format, tools, _text(format.opening))], reasoning)
+        return _grammar([*rules, *_call(format, functions, _text(format.opening))], reasoning)
     # Both begin with a brace, so they have to be JSON alike.
-    calls = " | ".join(_json(_call_schema(format, name, arguments)) for name, arguments in tools)
+    calls = " | ".join(_json(_call_schema(format, name, arguments)) for name, arguments in functions)
     return _grammar([*rules, f"call: {calls}"], reasoning)
 
 
@@ -130,13 +130,15 @@ def _call_schema(format: ToolFormat, name: str, arguments: Schema) -> Schema:
     }
 
 
-def free_grammar(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
+def free_grammar(format: ToolFormat, functions: Functions, reasoning: ReasoningFormat, *, is_parallel: bool) -> str:
     """The answer is text, or calls, or both where calls are marked; what begins as a call goes on as one."""
     rules = _free_marked if format.opening else _free_bare
-    return _grammar(rules(format, tools, reasoning, is_parallel), reasoning)
+    return _grammar(rules(format, functions, reasoning, is_parallel), reasoning)
 
 
-def _free_marked(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_parallel: bool) -> list[str]:
+def _free_marked(
+    format: ToolFormat, functions: Functions, reasoning: ReasoningFormat, is_parallel: bool
+) -> list[str]:
     mark = f"/(.|\\n)*{_regex(format.opening)}(.|\\n)*/"
     return [
         f"answer: call{{0,{MAX_CALLS}}} rest" if is_parallel else f"answer: rest | call {_GAP}",
@@ -144,11 +146,11 @@ def _free_marked(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, i
         f"REST: TEXT & ~{mark}",
         f"TEXT: {_ANYTHING}" + (f" & ~/{_regex(OPEN)}(.|\\n)*/" if reasoning == "think" else ""),
         f"head[lazy]: TEXT {_text(format.opening)}",
-        *_call(format, tools, "head"),
+        *_call(format, functions, "head"),
     ]
 
 
-def _free_bare(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_parallel: bool) -> list[str]:
+def _free_bare(format: ToolFormat, functions: Functions, reasoning: ReasoningFormat, is_parallel: bool) -> list[str]:
     """Text that does not begin like a call, or calls, in a fence where the format has them."""
     fence = f"({'|'.join(map(_regex, format.fences))})?" if format.fences else ""
     end = "/(\\n```)?/" if fence else ""
@@ -156,7 +158,7 @@ def _free_bare(format: ToolFormat, tools: Tools, reasoning: ReasoningFormat, is_
     return [
         f"answer: OTHER | call{_further(format, is_parallel)} {end}",
         rf'OTHER: {_ANYTHING} & ~/\s*{fence}\s*\[?\s*\{{\s*"name"(.|\n)*/{no_gap}',
-        *_call(format, tools, "", fence),
+        *_call(format, functions, "", fence),
     ]
 
 
@@ -164,14 +166,14 @@ def _further(format: ToolFormat, is_parallel: bool) -> str:
     return f" ({_text(format.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
 
 
-def _call(format: ToolFormat, tools: Tools, opening: str, fence: str = "") -> list[str]:
+def _call(format: ToolFormat, functions: Functions, opening: str, fence: str = "") -> list[str]:
     """The rule `call`, and one for each tool."""
-    functions = " | ".join(f"f{number}" for number in range(len(tools)))
+    names = " | ".join(f"f{number}" for number in range(len(functions)))
     if format.opening:
-        rules = [f"call: {opening} /\\n?/ ({functions}) /\\n?/ {_text(format.closing)}"]
+        rules = [f"call: {opening} /\\n?/ ({names}) /\\n?/ {_text(format.closing)}"]
     else:
-        rules = [f"call: {functions}"]
-    for number, (name, schema) in enumerate(tools):
+        rules = [f"call: {names}"]
+    for number, (name, schema) in enumerate(functions):
         head = f'{{"name": "{name}", "{format.arguments_key}": '
         rules.append(f"f{number}: /{fence}{_regex(head)}/ {_json(schema)} {_text('}')}")
     return rules

@@ -6,6 +6,7 @@ and rendered (`app.templates`).
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from app.json_schema import Schema, any_object, no_properties, read_object_schem
 from app.prompt import Tool
 
 MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 1_000_000
+MAX_TOOLS_BYTES = 262_144
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _TEXT = Text()
@@ -45,11 +46,17 @@ class Tools:
             raise invalid(param, f"{param} must be a list of tools.", "invalid_type")
         if len(value) > MAX_TOOLS:
             raise invalid(param, f"{param} must have at most {MAX_TOOLS} tools.", "array_above_max_length")
-        tools = tuple(_tool(entry, f"{param}[{number}]") for number, entry in enumerate(value))
-        for number, tool in enumerate(tools):
-            if any(tool.name == other.name for other in tools[:number]):
+        tools: dict[str, Tool] = {}
+        num_bytes = 0
+        for number, entry in enumerate(value):
+            tool = _tool(entry, f"{param}[{number}]")
+            if tool.name in tools:
                 raise invalid(f"{param}[{number}].function.name", f"{param} has two functions of the same name.")
-        return tools
+            tools[tool.name] = tool
+            num_bytes += len(json.dumps(tool.definition))
+            if num_bytes > MAX_TOOLS_BYTES:
+                raise invalid(param, f"{param} must have at most {MAX_TOOLS_BYTES} bytes.", "schema_too_large")
+        return tuple(tools.values())
 
     def schema(self) -> dict[str, Any]:
         function = {

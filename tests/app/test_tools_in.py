@@ -82,6 +82,11 @@ class TestTools:
     def test_what_is_no_tool_is_refused_naming_its_place(self, entry: Any, param: str) -> None:
         assert refusal(tools=[entry]).param == param
 
+    def test_together_they_have_a_largest_size(self) -> None:
+        long = {"type": "object", "description": "x" * 60_000, "properties": {}}
+        assert len(parse(tools=[tool(f"f{n}", parameters=long) for n in range(4)]).tools) == 4
+        assert refusal(tools=[tool(f"f{n}", parameters=long) for n in range(5)]).param == "tools"
+
     def test_names_are_different(self) -> None:
         assert refusal(tools=[tool(), tool("b"), tool()]).param == "tools[2].function.name"
 
@@ -225,10 +230,10 @@ class TestRules:
     def test_many_large_tools_are_no_reason_to_refuse_unless_they_must_be_called(self) -> None:
         many = [
             tool(f"f{n}", parameters={"properties": {f"property_{n}_{i}": {"type": "string"} for i in range(100)}})
-            for n in range(100)
+            for n in range(40)
         ]
         found = rules(tools=many)
-        assert (found.grammar, found.are_calls_enforced, len(found.tool_names)) == ("", False, 100)
+        assert (found.grammar, found.are_calls_enforced, len(found.tool_names)) == ("", False, 40)
         with pytest.raises(ApiError) as caught:
             rules(tools=many, tool_choice="required")
         assert caught.value.param == "tools"
