@@ -26,8 +26,10 @@ check: setup
 demo: setup
 	@exec $(BIN)/tokenferry demo
 
+# This server by itself, about ten minutes on a quiet machine: writes bench/OWN.md, bench/QUALITY.md, bench/growth.svg.
 bench: setup
-	$(BIN)/python -m bench.load --all
+	$(BIN)/tokenferry pull smollm2-135m-instruct
+	$(BIN)/python -m bench.own
 
 bench-peers: setup
 	$(BIN)/tokenferry pull smollm2-135m-instruct
