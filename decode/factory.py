@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 from decode.checkpoint import Checkpoint
@@ -74,13 +75,20 @@ def load_engine(
     if variant in NATIVE_VARIANTS or (variant == AUTO and device == "cpu"):
         config = configured(NATIVE_VARIANTS[0] if variant == AUTO else variant)
         try:
-            return Engine(_native(checkpoint, config, device, num_threads, cache_dir, progress), config, grammars)
+            runner = _native(checkpoint, config, device, num_threads, cache_dir, progress)
+            return _engine(runner, config, grammars)
         except NativeUnavailable as error:
             if variant != AUTO:
                 raise UnsupportedVariant(f"variant {variant}: {error}") from error
             log.warning("serving with torch in bf16, several times slower than natively: %s", error)
     config = configured("bf16" if variant == AUTO else variant)
-    return Engine(_torch(checkpoint, config, device, num_threads, progress), config, grammars)
+    return _engine(_torch(checkpoint, config, device, num_threads, progress), config, grammars)
+
+
+def _engine(runner: ModelRunner, config: EngineConfig, grammars: Grammars) -> Engine:
+    """NOTE: building the grammars' tokenizer holds the interpreter lock: it is over before a worker serves."""
+    wait([grammars.load()])
+    return Engine(runner, config, grammars)
 
 
 def _native(

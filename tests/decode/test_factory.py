@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from decode.checkpoint import Checkpoint
 from decode.engine import Engine
-from decode.errors import DeviceOutOfMemory
+from decode.errors import DeviceOutOfMemory, InvalidGrammar
 from decode.factory import UnsupportedVariant, choose_num_threads, fingerprint, load_engine
 from decode.model_runner import TorchModelRunner
 from decode.native_build import NativeUnavailable
@@ -44,6 +45,18 @@ def load(checkpoint: Checkpoint, **changes: Any) -> Engine:
 def test_a_loaded_engine_decodes(checkpoint: Checkpoint) -> None:
     engine = load(checkpoint)
     assert len(run(engine, [Sequence("a", [5, 6, 7], SamplingParams(max_tokens=3))])["a"]) == 3
+
+
+def test_a_loaded_engine_follows_grammars_in_the_vocabulary_of_its_checkpoint(checkpoint: Checkpoint) -> None:
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=(2,), grammar='start: ("ab" | "a") "c"')
+    with pytest.raises(InvalidGrammar, match=r"tokenizer\.json cannot be read"):
+        load(checkpoint).add(Sequence("a", [5], sampling))
+    vocab = {"a": 5, "ab": 6, "c": 7, "</s>": 2}
+    added = [{"id": 2, "content": "</s>", "special": True}]
+    spec = {"model": {"vocab": vocab, "merges": []}, "added_tokens": added, "decoder": {"type": "ByteLevel"}}
+    (checkpoint.path / "tokenizer.json").write_text(json.dumps(spec))
+    tokens = run(load(checkpoint), [Sequence("a", [5, 6, 7], sampling)])["a"]
+    assert tokens in ([5, 7, 2], [6, 7, 2])
 
 
 def test_limits_come_from_the_settings_and_the_checkpoint(checkpoint: Checkpoint) -> None:
