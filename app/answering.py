@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import orjson
 from falcon import MEDIA_JSON
@@ -37,7 +37,6 @@ from bridge.collect import EndedEarly, collect
 from bridge.history import History
 from bridge.relay import ClientGone, Relay
 from bridge.subscription import StreamLost, Waiting
-from tasks.contract import StreamEvent
 from tasks.record import Idempotency, RecordState
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class Answering:
             self._mind(spec)
         if not ask.is_read:
             resp.content_type = MEDIA_JSON
-            resp.data = orjson.dumps(await self.state(spec))
+            resp.data = await self.state(spec)
             return
         await self.deliver(req, resp, spec, attach=admitted.is_joined)
 
@@ -157,23 +156,26 @@ class Answering:
             for number in range(spec.num_choices)
         ]
 
-    async def state(self, spec: AnswerSpec) -> dict[str, Any]:
-        """How far the answer is, with what is known of it. Raises ApiError."""
+    async def state(self, spec: AnswerSpec) -> bytes:
+        """How far the answer is, with what is known of it, as JSON. Raises ApiError."""
         choices = [WholeChoice(text) for text in self.choice_texts(spec)]
         try:
-            events, is_claimed = await self.in_thread(partial(self._look, spec))
+            data = await self.in_thread(partial(self._render_state, spec, choices))
         except StreamLost as error:
             raise failed_here(error) from error
         for number, one in enumerate(choices):
-            one.take(events[number])
             if one.is_satisfied and one.end_event is None:
                 # Whoever should have seen it is gone.
                 self._closer.close_soon(spec.choice_ids[number], "finished", "stop")
-        return progress(spec, self.shape(spec), choices, is_claimed)
+        return data
 
-    def _look(self, spec: AnswerSpec) -> tuple[list[list[StreamEvent]], bool]:
+    def _render_state(self, spec: AnswerSpec, choices: Sequence[WholeChoice]) -> bytes:
+        """Blocking, and long for long answers."""
         record = self._records.state(spec.request_id)
-        return self._history.read(spec.choice_ids), record is not None and record.state != "offered"
+        is_claimed = record is not None and record.state != "offered"
+        for one, events in zip(choices, self._history.read(spec.choice_ids), strict=True):
+            one.take(events)
+        return orjson.dumps(progress(spec, self.shape(spec), choices, is_claimed))
 
     def _mind(self, spec: AnswerSpec) -> None:
         """Looks for the stop strings of an answer that nobody has to read: without that its worker would go on."""
@@ -198,6 +200,7 @@ class Answering:
             raise queue_unreachable() from error
 
     async def _admit(self, ask: Ask) -> Admitted:
+        self._admission.check_room(ask)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._admission.admit, ask)
         except RedisError as error:

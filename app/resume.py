@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-import orjson
 from falcon import MEDIA_JSON
 from falcon.asgi import Request, Response
 
@@ -63,7 +62,7 @@ class KnownAnswers:
 
     async def _show(self, resp: Response, spec: AnswerSpec) -> None:
         resp.content_type = MEDIA_JSON
-        resp.data = orjson.dumps(await self._answering.state(spec))
+        resp.data = await self._answering.state(spec)
 
     async def _spec(self, req: Request, completion_id: str) -> AnswerSpec:
         """Raises ApiError."""

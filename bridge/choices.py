@@ -15,7 +15,9 @@ from tasks.contract import StreamEvent
 class Source(Protocol):
     """`bridge.reader.Reader`, as far as it is used here."""
 
-    def subscribe(self, request_id: str, after_index: int = -1, waiting: Waiting | None = None) -> Subscription: ...
+    def subscribe(
+        self, request_id: str, after_index: int = -1, waiting: Waiting | None = None, num_sharing: int = 1
+    ) -> Subscription: ...
 
 
 class ChoiceStreams:
@@ -55,5 +57,6 @@ class ChoiceStreams:
 
 
 def open_streams(source: Source, request_ids: Sequence[str], waiting: Waiting) -> ChoiceStreams:
-    """From the first token of each."""
-    return ChoiceStreams([source.subscribe(request_id, -1, waiting) for request_id in request_ids], waiting)
+    """From the first token of each. Together they hold no more than the stream of one."""
+    share = len(request_ids)
+    return ChoiceStreams([source.subscribe(request_id, -1, waiting, share) for request_id in request_ids], waiting)

@@ -94,9 +94,11 @@ class Reader:
         """Subscribers that were in the last read."""
         return len(self._feeds)
 
-    def subscribe(self, request_id: str, after_index: int = -1, waiting: Waiting | None = None) -> Subscription:
+    def subscribe(
+        self, request_id: str, after_index: int = -1, waiting: Waiting | None = None, num_sharing: int = 1
+    ) -> Subscription:
         """Events of `request_id` with token index > `after_index`, from any position, as often as wanted."""
-        return Subscription(self, request_id, after_index, waiting)
+        return Subscription(self, request_id, after_index, waiting, num_sharing)
 
     def add(self, subscription: Subscription, position: bytes) -> Feed:
         feed = Feed(keys.out(subscription.request_id).encode(), position, subscription)

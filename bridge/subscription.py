@@ -83,11 +83,14 @@ class Waiting:
 class Subscription:
     """Use: `next` until it has given the TerminalEvent, then or earlier `close`."""
 
-    def __init__(self, reader: Reader, request_id: str, after_index: int, waiting: Waiting | None = None) -> None:
-        """`waiting` is shared with other subscriptions of the same task."""
+    def __init__(
+        self, reader: Reader, request_id: str, after_index: int, waiting: Waiting | None = None, num_sharing: int = 1
+    ) -> None:
+        """`waiting`, and the reader's window, are shared by `num_sharing` subscriptions of the same task."""
         self.request_id = request_id
         self.next_index = after_index + 1
         self._reader = reader
+        self._window = max(1, reader.window // num_sharing)
         self._waiting = Waiting(reader.loop) if waiting is None else waiting
         self._events: list[StreamEvent] = []
         self._num_tokens = 0
@@ -156,7 +159,7 @@ class Subscription:
                 break
             self._accept_tokens(event)
         self._position = position
-        if self._num_tokens >= self._reader.window:
+        if self._num_tokens >= self._window:
             self._detach()
         if self._events:
             self._hand_over()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from app.disconnect import DisconnectWatch, Receive, Scope, Send
-from tests.app.web import Exchange, Web, run
+from tests.app.web import HELLO, Exchange, Web, run
 
 
 def end_of(web: Web, request_id: str = "chatcmpl-1") -> tuple[str, str]:
@@ -231,3 +232,69 @@ def test_the_watch_passes_on_what_is_not_http() -> None:
         assert seen == ["lifespan"]
 
     run(test)
+
+
+def test_a_client_that_comes_while_another_ones_leave_is_not_told_yet_keeps_the_answer() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        first = await web.chat(stream=True)
+        worker.claim("chatcmpl-1")
+        web.server.connected = False
+        first.leave()
+        await web.settle()
+        web.server.connected = True
+        second = await web.request("GET", "/v1/chat/completions/chatcmpl-1?stream=true")
+        web.app.tick(web.now_s)
+        assert end_of(web) == ("claimed", "")
+        worker.append("chatcmpl-1", 0, 101, end="length")
+        await web.turn()
+        assert second.text == "<101>"
+        assert web.app._closer.num_pending == 0
+
+    run(test)
+
+
+def test_a_client_that_comes_while_another_one_is_being_left_keeps_the_answer() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        first = await web.post({"model": "scripted", "messages": HELLO, "stream": True}, idempotency_key="k")
+        worker.claim("chatcmpl-1")
+        closer = web.app._closer
+        detach = web.records.detach
+
+        def detach_while_somebody_comes(request_ids: Sequence[str], reader: str) -> list[str]:
+            closer.begin_reading(request_ids)
+            return detach(request_ids, reader)
+
+        web.records.detach = detach_while_somebody_comes  # type: ignore[method-assign,assignment]
+        first.leave()
+        await web.settle()
+        assert web.records.open_of("reader-1") == ["chatcmpl-1"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("outlet", [False, True])
+def test_a_client_that_reads_several_choices_late_gets_all_of_them(outlet: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(stream=True, n=3)
+        ids = ["chatcmpl-1", "chatcmpl-1.1", "chatcmpl-1.2"]
+        for request_id in ids:
+            worker.claim(request_id)
+        exchange.stop_reading()
+        for index in range(60):
+            for number, request_id in enumerate(ids):
+                worker.append(request_id, index, 100 * (number + 1) + index, end="length" if index == 59 else None)
+            if index % 5 == 0:
+                await web.turn()
+        assert web.reader.num_feeds == 0, "a laggard is not read"
+        exchange.read_on()
+        for _ in range(80):
+            await web.settle()
+            await web.turn()
+        for number in range(3):
+            assert exchange.text_of(number) == "".join(f"<{100 * (number + 1) + index}>" for index in range(60))
+        assert exchange.is_over
+
+    run(test, outlet=outlet)
