@@ -9,8 +9,10 @@ import pytest
 
 from decode.engine import Engine, EngineConfig
 from decode.errors import DeviceOutOfMemory, IntegrityError
+from decode.grammar import Grammars
+from decode.sampling import SamplingParams
 from decode.scheduler import StepPlan
-from decode.scripted import ScriptedRunner, generate
+from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate, scripted_vocabulary
 from tasks.contract import GenerationJob
 from tasks.engine_loop import CHECK_EVERY_S, EngineLoop
 from tasks.gate import Gate
@@ -296,6 +298,21 @@ def test_a_single_sequence_goes_on_in_smaller_steps_when_device_memory_is_short(
     appends = room.drive()
     assert handle.outcome == "ended"
     assert [token for item in appends for token in item.token_ids] == expected(handle.job)
+
+
+def test_a_sequence_that_cannot_go_on_fails_its_request_with_what_it_had(room: Room) -> None:
+    handle = room.hand_over(job(max_tokens=5))
+    room.loop.tick()
+    [sequence] = room.engine._sequences.values()
+    sequence.grammar = Grammars(scripted_vocabulary).matcher("a", _SAMPLING, [])
+    sequence.grammar.failure = "too complex"
+    append = room.drive()[-1]
+    assert append.terminal == Terminal("failed", "invalid_grammar", "too complex")
+    assert (append.first_index, append.token_ids, handle.outcome) == (1, (), "ended")
+    assert room.is_clean
+
+
+_SAMPLING = SamplingParams(max_tokens=5, stop_token_ids=(SCRIPTED_EOS_TOKEN_ID,), grammar='start: "a"')
 
 
 def test_a_grammar_that_does_not_compile_fails_the_request(room: Room) -> None:
