@@ -25,6 +25,8 @@ from decode.native_weights import Matrix, NativeWeights
 from decode.rope import rope_tables
 from decode.sampling import MAX_LOGPROBS
 
+PHASES = ("embed", "norm", "qkv", "append", "attend", "attn_out", "gate_up", "down", "head", "sample")
+"""What a step consists of, as native/team.hpp numbers it."""
 CACHE_BLOCK = 16
 """Tokens in a cache block; the engine's block size must be this."""
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -162,11 +164,13 @@ class NativeDecoder:
         """Raises NativeUnavailable: sizes that the kernels cannot handle, or not enough memory."""
         check_supported(config)
         self.vocab_size = config.vocab_size
+        self._config = config
         self.num_blocks, self.max_rows, self.max_samples = num_blocks, max_rows, max_samples
         self._weights = weights
         self._tables: dict[Rope, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
         self._lib = ctypes.CDLL(str(library))
         self._lib.tokenferry_decoder_create.restype = c_void_p
+        self._lib.tokenferry_decoder_profile.argtypes = [c_void_p, c_int32, c_void_p]
         self._lib.tokenferry_decoder_destroy.argtypes = [c_void_p]
         self._lib.tokenferry_decoder_step.argtypes = [c_void_p, POINTER(Step)]
         self._lib.tokenferry_decoder_choose_masked.argtypes = [c_void_p, POINTER(Step)]
@@ -238,6 +242,24 @@ class NativeDecoder:
             step.masks = masks.ctypes.data
             self._lib.tokenferry_decoder_choose_masked(self._decoder, byref(step))
         return tokens, None if logits is None else logits[:, : self.vocab_size]
+
+    def profile(self, *, on: bool) -> dict[str, tuple[float, float]]:
+        """Time the phases of the steps from now on, or no longer.
+
+        Returns the seconds since the last call that the calling thread worked in each phase and waited for others.
+        """
+        assert self._decoder
+        seconds = (c_double * (2 * len(PHASES)))()
+        self._lib.tokenferry_decoder_profile(self._decoder, on, byref(seconds))
+        return {phase: (seconds[2 * i], seconds[2 * i + 1]) for i, phase in enumerate(PHASES)}
+
+    def step_bytes(self, num_cached_tokens: int) -> tuple[int, int]:
+        """Bytes that a step reads at least: of weights, when it samples, and of the cache."""
+        weights = sum(matrix.data.nbytes for (role, _), matrix in self._weights.matrices.items() if role != "embed")
+        token_bytes = 2 * (self._config.head_dim + 4) * self._config.num_kv_heads * self._config.num_layers
+        if ("head", None) not in self._weights.matrices:
+            weights += self._weights.matrices["embed", None].data.nbytes
+        return weights, num_cached_tokens * token_bytes
 
     def _layer(self, config: ModelConfig, index: int, max_positions: int) -> _Layer:
         rope = config.rope_of(index)

@@ -12,7 +12,7 @@ import pytest
 
 from decode.engine import Engine, EngineConfig
 from decode.native_build import NativeUnavailable
-from decode.native_model import StepArrays
+from decode.native_model import PHASES, StepArrays
 from decode.native_runner import NativeModelRunner, native_execution, step_arrays
 from decode.sampling import SamplingParams
 from decode.scheduler import ScheduledSequence, StepPlan
@@ -209,3 +209,15 @@ def test_closing_twice_is_allowed() -> None:
 
 def test_the_variants_have_different_fingerprints() -> None:
     assert native_execution("q4") != native_execution("q8")
+
+
+def test_a_profile_times_every_phase_while_it_is_on() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    native.decoder.profile(on=True)
+    native.execute(StepPlan((scheduled(SamplingParams(max_tokens=5, temperature=1.0)),), (), 16))
+    seconds = native.decoder.profile(on=False)
+    assert tuple(seconds) == PHASES
+    assert all(work + wait > 0 for work, wait in seconds.values())
+    native.execute(StepPlan((scheduled(SamplingParams(max_tokens=5, temperature=1.0)),), (), 16))
+    assert native.decoder.profile(on=False) == dict.fromkeys(PHASES, (0.0, 0.0))
+    native.close()
