@@ -128,7 +128,7 @@ def create_app(
     pool: Executor | None = None,
     monotonic: Callable[[], float] = time.monotonic,
     clock: Callable[[], float] = time.time,
-    new_id: Callable[[], str] = lambda: f"chatcmpl-{uuid4().hex}",
+    new_id: Callable[[], str] = lambda: uuid4().hex,
     new_seed: Callable[[], int] = lambda: random.getrandbits(63),
 ) -> Application:
     """`pool` runs what blocks; `clock` is the time of day, `monotonic` the time for limits."""
@@ -162,7 +162,7 @@ def create_app(
         answering=answering,
         pool=pool,
         max_body_bytes=settings.max_body_bytes,
-        new_id=lambda: new_id().replace("chatcmpl", "cmpl", 1),
+        new_id=new_id,
         new_seed=new_seed,
         clock=clock,
     )

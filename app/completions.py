@@ -48,7 +48,7 @@ class Completions:
 
     async def on_post(self, req: Request, resp: Response) -> None:
         self._answering.check_accepting()
-        request_id = self._new_id()
+        request_id = f"cmpl-{self._new_id()}"
         resp.set_header("x-request-id", request_id)
         body = await json_body(req, self._max_body_bytes)
         wishes = wishes_of(req, body)

@@ -54,7 +54,7 @@ def test_a_response_says_how_long_it_took() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/scripted", "/livez", "/readyz"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/scripted", "/livez", "/readyz", "/openapi.json"])
 def test_where_get_is_head_is_too_without_a_body(path: str) -> None:
     async def test(web: Web) -> None:
         web.worker()
@@ -71,7 +71,9 @@ def test_where_get_is_head_is_too_without_a_body(path: str) -> None:
     ("path", "methods"),
     [
         ("/v1/chat/completions", {"POST"}),
+        ("/v1/completions", {"POST"}),
         ("/tokenize", {"POST"}),
+        ("/openapi.json", {"GET", "HEAD"}),
         ("/v1/models", {"GET", "HEAD"}),
         ("/readyz", {"GET", "HEAD"}),
     ],

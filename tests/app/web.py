@@ -257,7 +257,7 @@ class Web:
 
     def _new_id(self) -> str:
         self.num_ids += 1
-        return f"chatcmpl-{self.num_ids}"
+        return str(self.num_ids)
 
     def worker(self, name: str = "w1", **changes: Any) -> Worker:
         return Worker(self.records, worker_info(name, **changes))

@@ -1,0 +1,264 @@
+"""What clients of OpenAI's API trip over elsewhere, over HTTP: budgets, message shapes, models, whole requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from app.openai_in import CHAT_FIELDS
+from app.text_edge import TextEdge, open_text_edge, scripted_text_edge
+from tests.app.text_checkpoints import CHATML, GEMMA, checkpoint_of, smollm2, trained
+from tests.app.web import HELLO, MODEL, Exchange, Web, run
+
+RETRIED = {408, 409, 429, *range(500, 600)}
+"""Statuses after which OpenAI's clients try again by themselves."""
+
+
+async def ask(web: Web, path: str, **fields: Any) -> Exchange:
+    return await web.request("POST", path, orjson.dumps(fields), {"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_one_token_gives_one_token_and_length(path: str, stream: bool) -> None:
+    prompt = {"messages": HELLO} if "chat" in path else {"prompt": "hi"}
+
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        exchange = await ask(web, path, model=MODEL, max_tokens=1, stream=stream, **prompt, **options)
+        request_id = "chatcmpl-1" if "chat" in path else "cmpl-1"
+        assert worker.claim(request_id).sampling.max_tokens == 1
+        worker.append(request_id, 0, 101, end="length")
+        await web.turn()
+        parts = exchange.chunks if stream else [exchange.json]
+        reasons = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
+        assert reasons == ["length"]
+        assert parts[-1]["usage"]["completion_tokens"] == 1
+        assert exchange.body.count(b"<101>") == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_no_tokens_is_no_chat_and_never_an_endless_one(name: str, stream: bool) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(**{name: 0}, stream=stream)
+        assert (exchange.status, exchange.error["param"]) == (400, name)
+
+    run(test)
+
+
+def test_prompt_details_are_there_without_being_asked_for() -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        for number, cached in ((1, 0), (2, 8)):
+            exchange = await web.chat()
+            worker.claim(f"chatcmpl-{number}")
+            worker.append(f"chatcmpl-{number}", 0, 101, end="length", cached=cached)
+            await web.turn()
+            assert exchange.json["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+    run(test)
+
+
+EDGES: dict[str, TextEdge] = {
+    "chatml": open_text_edge(checkpoint_of(smollm2(), CHATML, (2,))),
+    "gemma": open_text_edge(checkpoint_of(trained(False)[1], GEMMA, (1,))),
+    "no template": open_text_edge(checkpoint_of(trained(False)[1], None, (1,))),
+    MODEL: scripted_text_edge(),
+}
+TEXT = [{"type": "text", "text": "x"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CONVERSATIONS = {
+    "developer": [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}],
+    "system and developer": [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": "b"},
+        {"role": "user", "content": "c"},
+    ],
+    "system after user": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+    "two users": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+    "assistant first": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+    "assistant last": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    "only system": [{"role": "system", "content": "a"}],
+    "names": [{"role": "user", "name": "Ann", "content": "a"}],
+    "empty": [{"role": "user", "content": ""}],
+    "parts": [{"role": "user", "content": TEXT * 3}],
+    "calls without content": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": TEXT},
+    ],
+    "calls with null": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Rainy"},
+    ],
+}
+
+
+@pytest.mark.parametrize("model", EDGES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_every_order_and_shape_of_messages_is_a_prompt_for_every_kind_of_model(model: str, conversation: str) -> None:
+    async def test(web: Web) -> None:
+        exchange = await ask(web, "/tokenize", model=model, messages=CONVERSATIONS[conversation])
+        assert exchange.status == 200, exchange.body
+        assert exchange.json["count"] > 0
+
+    run(test, text_edges=EDGES)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_a_list_of_text_parts_is_the_prompt_of_the_plain_string(role: str) -> None:
+    async def test(web: Web) -> None:
+        tokens = []
+        for content in ("Rainy today", [{"type": "text", "text": "Rainy"}, {"type": "text", "text": " today"}]):
+            messages = [*HELLO, {"role": role, "content": content, "tool_call_id": "c1"}]
+            tokens.append((await ask(web, "/tokenize", model="chatml", messages=messages)).json["tokens"])
+        assert tokens[0] == tokens[1]
+
+    run(test, text_edges=EDGES)
+
+
+EVERYTHING: dict[str, Any] = {
+    "max_completion_tokens": 5,
+    "max_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "n": 1,
+    "seed": 1,
+    "stop": ["x"],
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1},
+    "stream": True,
+    "stream_options": {"include_usage": True, "include_obfuscation": True},
+    "service_tier": "auto",
+    "metadata": {"a": "b"},
+    "user": "u",
+    "logprobs": True,
+    "top_logprobs": 2,
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "functions": [],
+    "function_call": "none",
+    "modalities": ["text"],
+    "audio": None,
+    "web_search_options": None,
+    "moderation": None,
+    "store": True,
+    "prediction": {"type": "content", "content": "x"},
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit"},
+    "safety_identifier": "s",
+}
+
+
+def test_a_request_with_every_documented_field_at_once_is_taken() -> None:
+    documented = {name for name, field in CHAT_FIELDS.items() if not field.is_extension}
+    assert set(EVERYTHING) == documented - {"model", "messages"}
+
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(**EVERYTHING)
+        assert exchange.status == 200, exchange.body
+
+    run(test)
+
+
+def test_a_made_up_field_is_ignored() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        assert (await web.chat(stream=True, made_up={"a": 1})).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "x", "format": "mp3"}),
+        ("web_search_options", {}),
+        ("moderation", {"model": "x"}),
+    ],
+)
+def test_a_documented_field_that_is_not_applied_is_refused_by_name_and_says_why(name: str, value: Any) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(**{name: value})
+        assert (exchange.status, exchange.error["param"]) == (400, name)
+        assert exchange.error["code"] == "unsupported_value"
+        assert CHAT_FIELDS[name].note in exchange.error["message"]
+
+    run(test)
+
+
+def test_a_bias_on_a_token_that_the_model_does_not_have_names_the_token() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(logit_bias={"5": 1, "50256": -100})
+        assert (exchange.status, exchange.error["param"]) == (400, "logit_bias")
+        assert "50256" in exchange.error["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("method", "path", "fields"),
+    [
+        ("POST", "/v1/chat/completions", {"messages": HELLO}),
+        ("POST", "/v1/completions", {"prompt": "hi"}),
+        ("POST", "/tokenize", {"prompt": "hi"}),
+        ("POST", "/v1/embeddings", {"input": "hi"}),
+        ("GET", "/v1/models/nope", {}),
+    ],
+)
+def test_an_unknown_model_is_404_everywhere(method: str, path: str, fields: dict[str, Any], stream: bool) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        body = orjson.dumps({"model": "nope", "stream": stream, **fields})
+        exchange = await web.request(method, path, body if method == "POST" else b"")
+        assert exchange.status == 404
+        assert exchange.headers["content-type"] == "application/json"
+        assert exchange.error["type"] == "invalid_request_error"
+        assert exchange.error["code"] == ("unknown_url" if "embeddings" in path else "model_not_found")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "x" * 3000}]},
+        {"messages": [{"role": "user", "content": "x" * 970}], "max_tokens": 100},
+        {"temperature": "0.7"},
+        {"temperature": True},
+        {"top_p": 0},
+        {"presence_penalty": 10},
+        {"model": "nope"},
+        {"stop": ["x"] * 5},
+    ],
+)
+def test_what_the_client_got_wrong_is_never_a_status_that_clients_retry(fields: dict[str, Any]) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(**fields)
+        assert 400 <= exchange.status < 500
+        assert exchange.status not in RETRIED
+        assert "retry-after" not in exchange.headers
+
+    run(test)
