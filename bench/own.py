@@ -50,14 +50,19 @@ def load_table(rows: dict[str, dict[str, Any]]) -> str:
     ]
     for name, row in rows.items():
         speed = row.get("prompt_tokens_per_s", row["output_tokens_per_s"])
-        gap = "" if row["itl_p50_ms"] is None else f"{row['itl_p50_ms']:.1f} / {row['itl_p95_ms']:.1f}"
-        lines.append(
-            f"| {name} | {speed:,.0f} | {row['ttft_p50_ms']:,.0f} / {row['ttft_p95_ms']:,.0f} | {gap} | "
-            f"{row['cached_tokens']:,} of {row['prompt_tokens']:,} | {row['errors']} |"
-        )
+        figures = [f"{speed:,.0f}" if speed else "failed", _pair(row, "ttft", ",.0f"), _pair(row, "itl", ".1f")]
+        cached = f"{row['cached_tokens']:,} of {row['prompt_tokens']:,}"
+        lines.append(f"| {' | '.join([name, *figures, cached, str(row['errors'])])} |")
     last = next(reversed(rows.values()))
-    lines += ["", f"Peak memory of all processes {last['peak_mb']:,} MB; start to ready {last['ready_s']} s."]
+    lines += ["", "tokens/s: output tokens, in the row prefill prompt tokens to the first output token."]
+    lines += [f"Peak memory of all processes {last['peak_mb']:,} MB; start to ready {last['ready_s']} s."]
     return "\n".join(lines)
+
+
+def _pair(row: dict[str, Any], figure: str, form: str) -> str:
+    """Median and 95th percentile; nothing where there is none."""
+    middle, late = row[f"{figure}_p50_ms"], row[f"{figure}_p95_ms"]
+    return "" if middle is None else f"{middle:{form}} / {late:{form}}"
 
 
 def of_overhead() -> str:
