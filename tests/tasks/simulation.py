@@ -3,7 +3,7 @@
 Owns the schedule (one random generator, so a seed replays it), the faults, and the invariants that are checked after
 each event. Workers, web processes and clients call `RequestRecords` as `tasks.engine_loop`, `tasks.actors` and `app`
 do; the watchdog is the real one. Faults: workers and web processes crash, freeze and thaw, calls get lost
-before or after they took effect, calls come again much later, messages are dropped, doubled, delayed and reordered,
+before or after they took effect, calls come again much later, messages are dropped, doubled, delayed, reordered,
 Redis forgets its scripts or loses all data. `python -m tests.tasks.simulation SEED` prints a schedule.
 """
 
@@ -35,6 +35,7 @@ LEASE_MS = 1_000
 READER_LEASE_MS = 3_000
 STREAM_TTL_S = 600
 MAX_WAITING = 9
+MAX_ATTEMPTS = 3
 MAX_ROUNDS = 100
 END_STATES = {"finished", "cancelled", "failed"}
 FIRST_TOKEN_DEADLINE_MS = 10**7
@@ -51,6 +52,11 @@ def token(request_id: str, index: int) -> int:
 
 def length(request_id: str) -> int:
     return 1 + hash_of(request_id) % 13
+
+
+def is_poison(request_id: str) -> bool:
+    """Whether a worker that begins it dies of it."""
+    return hash_of(request_id) % 15 == 0
 
 
 def hash_of(text: str) -> int:
@@ -247,6 +253,8 @@ class Queue:
             if simulation.chance(0.1):
                 self.delayed.append((queue, request_id, attempt))
                 continue
+            if simulation.chance(0.05):
+                queue = keys.queue_again(MODEL)  # where workers of every fingerprint take it
             messages = self.messages.setdefault(queue, [])
             place = simulation.random.randrange(len(messages) + 1) if simulation.chance(0.1) else len(messages)
             messages.insert(place, (request_id, attempt))
@@ -294,6 +302,7 @@ class Simulation:
         self.owners: dict[str, str] = {}
         self.touched: set[str] = set()
         self.read: dict[str, Read] = {}
+        self.victims: dict[str, int] = {}
         self.worker_names: set[str] = set()
         self.web_names: set[str] = set()
         self.workers = [self.new_worker() for _ in range(3)]
@@ -386,6 +395,13 @@ class Simulation:
         worker.works.append(Work(request_id, attempt, list(claimed.token_ids), len(claimed.token_ids)))
 
     def step(self, worker: Worker) -> None:
+        for work in worker.works:
+            if is_poison(work.request_id):
+                self.victims[work.request_id] = self.victims.get(work.request_id, 0) + 1
+                num_victims = self.victims[work.request_id]
+                self.check(num_victims <= MAX_ATTEMPTS, f"{work.request_id} has taken {num_victims} workers down")
+                self.crash(worker)
+                return
         appends: list[Append] = []
         for work in worker.works:
             total = length(work.request_id)
@@ -723,8 +739,9 @@ class Simulation:
             process.link.is_cut = process.is_frozen = False
         while self.unknown:
             self.happen("retry", self.webs[0].name, lambda: self.retry(self.webs[0]))
-        self.workers.append(self.new_worker())
-        self.workers[-1].fingerprint = "fp2"
+        for fingerprint in ("fp1", "fp2"):
+            self.workers.append(self.new_worker())
+            self.workers[-1].fingerprint = fingerprint
         for _ in range(MAX_ROUNDS):
             self.round()
             if all(self.is_over(request_id) for request_id in self.accepted):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from tests.tasks.simulation import Server, Simulation
 
 NUM_SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "300"))
@@ -38,7 +40,8 @@ MUST_BE_SEEN = {
 }
 
 
-def test_no_schedule_of_faults_loses_repeats_or_reorders_anything() -> None:
+def test_no_schedule_of_faults_loses_repeats_or_reorders_anything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
     server = Server()
     seen: set[str] = set()
     for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
