@@ -148,7 +148,8 @@ class TestMarkedCalls:
             '<tool_call>{"name": "now", "made_up": "x"}</tool_call>',
             '<tool_call>[{"name": "now", "arguments": {}} {"name": "now", "arguments": {}}]</tool_call>',
             '<tool_call>[{"name": "now", "arguments": {}}</tool_call>',
-            '<tool_call>{"name": "now", "arguments": ' + '{"a": ' * 200,
+            '<tool_call>[{"name": "now", "arguments": {}}',
+            '<tool_call>{"name": "now", "arguments": ' + '{"a": ' * 200 + "1" + "}" * 200 + "}</tool_call>",
         ],
     )
     def test_text_that_is_no_call_after_all_is_content(self, text: str) -> None:
