@@ -6,8 +6,9 @@ from `app.response_schemas`, so the document cannot say anything else than the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -48,6 +49,26 @@ class Operation:
     chunk: str | None = None
     """The schema of the events of a streamed response."""
     errors: tuple[int, ...] = ()
+    query: Mapping[str, Schema] = field(default_factory=dict)
+
+
+def _known_answers(path: str, answer: str, chunk: str) -> tuple[Operation, ...]:
+    one = f"{path}/{{completion_id}}"
+    return (
+        Operation(
+            "get",
+            one,
+            "How far an answer is and what is known of it, or with `stream` the rest of it as events.",
+            answer,
+            chunk=chunk,
+            errors=(400, 404, 500, 503),
+            query={
+                "stream": {"type": "boolean"},
+                "starting_after": {"type": "string", "description": "The id of the last event that the client has."},
+            },
+        ),
+        Operation("post", f"{one}/cancel", "End an answer.", answer, errors=(404, 500, 503)),
+    )
 
 
 def _everywhere(path: str, summary: str, answer: str, fields: Mapping[str, Field]) -> tuple[Operation, ...]:
@@ -73,6 +94,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "Completion",
         BODY + GENERATING,
     ),
+    *_known_answers("/v1/chat/completions", "ChatCompletionState", "ChatCompletionChunk"),
+    *_known_answers("/v1/completions", "CompletionState", "Completion"),
     Operation("get", "/v1/models", "The models that are served.", "ModelList"),
     Operation("get", "/v1/models/{model}", "One of the models.", "Model", errors=(404,)),
     *_everywhere("/tokenize", "A text or a conversation to tokens.", "Tokens", TOKENIZE_FIELDS),
@@ -136,17 +159,25 @@ def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
     if operation.path == "/readyz":
         responses["503"] = {"description": "It would not.", "content": {MEDIA_JSON: {"schema": ref("Health")}}}
     found: dict[str, Any] = {
-        "operationId": f"{operation.method}{operation.path.replace('/', '_').strip('{}')}",
+        "operationId": f"{operation.method}{re.sub(r'[/{}.]+', '_', operation.path)}".rstrip("_"),
         "summary": operation.summary,
         "responses": responses,
     }
     if operation.fields is not None:
         schema = body_schema(operation.fields, models)
         found["requestBody"] = {"required": True, "content": {MEDIA_JSON: {"schema": schema}}}
-    if "{model}" in operation.path:
-        found["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
-        ]
+    parameters = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "enum": list(models)} if name == "model" else {"type": "string"},
+        }
+        for name in re.findall(r"{(\w+)}", operation.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if parameters:
+        found["parameters"] = parameters
     return found
 
 

@@ -69,6 +69,13 @@ _USAGE_DETAILS = {
     "completion_tokens_details": record(reasoning_tokens=INTEGER),
 }
 
+_STATUS: Schema = {"type": "string", "enum": ["queued", "in_progress", "completed", "failed", "cancelled"]}
+
+
+def _state(answer: str) -> Schema:
+    return {"allOf": [ref(answer), record(status=_STATUS)]}
+
+
 SCHEMAS: dict[str, Schema] = {
     "Error": record(error=record(message=STRING, type=STRING, param=either(STRING, NULL), code=either(STRING, NULL))),
     "Usage": record(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER, **_USAGE_DETAILS),
@@ -100,6 +107,8 @@ SCHEMAS: dict[str, Schema] = {
             record(index=INTEGER, text=STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=FINISH_REASON)
         ),
     ),
+    "ChatCompletionState": _state("ChatCompletion"),
+    "CompletionState": _state("Completion"),
     "Model": record(id=STRING, object=constant("model"), created=INTEGER, owned_by=STRING),
     "ModelList": record(object=constant("list"), data=listing(ref("Model"))),
     "Tokens": record(tokens=listing(INTEGER), count=INTEGER, max_model_len=either(INTEGER, NULL)),

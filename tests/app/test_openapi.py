@@ -43,7 +43,7 @@ def test_it_is_served_for_the_models_of_the_server() -> None:
 def test_every_operation_is_routed() -> None:
     async def test(web: Web) -> None:
         for operation in OPERATIONS:
-            path = operation.path.replace("{model}", MODEL)
+            path = operation.path.replace("{model}", MODEL).replace("{completion_id}", "chatcmpl-1")
             exchange = await web.request("OPTIONS", path)
             assert operation.method.upper() in exchange.headers["allow"], path
 
