@@ -16,7 +16,7 @@ from app.api_keys import KeyFile, KeyFileError
 from app.application import ApplicationSettings, create_app
 from app.protocol import Server, listen
 from app.text_edge import TextEdge, open_text_edge, scripted_text_edge
-from bridge.reader import Reader
+from bridge.reader import MAX_BLOCK_S, Reader
 from decode.checkpoint import open_checkpoint
 from decode.registry import resolve, served_name
 from tasks.broker import build_broker
@@ -47,7 +47,8 @@ def run(settings: WebSettings) -> None:
     )
     submitter = Submitter(records, build_broker(connect(settings.redis_url, use="queue")), redis)
     reader_id = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
-    reader = Reader(connect(settings.redis_url, use="blocking", max_connections=2), redis, reader_id, records)
+    blocking = connect(settings.redis_url, use="blocking", max_connections=2, max_block_s=MAX_BLOCK_S)
+    reader = Reader(blocking, redis, reader_id, records)
     model, edge = text_edge_of(settings)
     application = create_app(
         text_edges={model: edge},

@@ -27,10 +27,14 @@ from bridge.subscription import StreamLost, Subscription, Waiting
 from bridge.xread import Entries, Xread
 from tasks import keys
 from tasks.contract import ContractError, decode_entry
+from tasks.record import READER_LEASE_MS
 
 logger = logging.getLogger(__name__)
 
 
+MAX_BLOCK_S = 0.5
+"""For the blocking client: a reply that never comes must be given up well before the lease is over."""
+HEARTBEAT_S = 1.0
 CONTROL_TTL_MS = 86_400_000
 """A process that is killed leaves its control stream behind."""
 MAX_ENTRIES = 64
@@ -54,9 +58,9 @@ class Reader:
         lease: ReaderLease,
         *,
         window: int = 512,
-        block_ms: int | None = 500,
-        lease_ms: int = 3000,
-        heartbeat_s: float = 1.0,
+        block_ms: int | None = int(MAX_BLOCK_S * 1000),
+        lease_ms: int = READER_LEASE_MS,
+        heartbeat_s: float = HEARTBEAT_S,
         outage_limit_s: float = 10.0,
         pace_s: float = 0.001,
     ) -> None:

@@ -20,15 +20,16 @@ MAX_BLOCK_S = 2.0
 
 Use = Literal["short", "blocking", "queue"]
 
-_READ_TIMEOUT_S: dict[Use, float] = {"short": 3.0, "blocking": MAX_BLOCK_S + 3.0, "queue": 3.0}
+BLOCKING_GRACE_S = 3.0
+"""How much longer than the blocking itself a reply may take."""
 
 
-def connect(url: str, *, use: Use, max_connections: int = 16) -> Redis:
+def connect(url: str, *, use: Use, max_connections: int = 16, max_block_s: float = MAX_BLOCK_S) -> Redis:
     """A client for `url` (redis://, rediss:// or unix://; database N in `?db=` or the path). Connects at first use.
 
     - "short": scripts and plain commands on database N. Sent once more when the connection broke (all are safe to
       repeat), never after a time-out: the caller decides.
-    - "blocking": commands that wait at most MAX_BLOCK_S, on database N. Never repeated.
+    - "blocking": commands that wait at most `max_block_s`, on database N. Never repeated.
     - "queue": Dramatiq's database N+1. Never repeated: a fetch whose reply is lost must be noticed.
 
     Raises ValueError for a URL that cannot be read.
@@ -38,7 +39,7 @@ def connect(url: str, *, use: Use, max_connections: int = 16) -> Redis:
     options.update(
         protocol=2,
         decode_responses=False,
-        socket_timeout=_READ_TIMEOUT_S[use],
+        socket_timeout=max_block_s + BLOCKING_GRACE_S if use == "blocking" else 3.0,
         socket_connect_timeout=1.0,
         health_check_interval=0,
         retry=Retry(ConstantBackoff(0.02), 1, (ConnectionError,)) if use == "short" else Retry(NoBackoff(), 0),

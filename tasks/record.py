@@ -74,9 +74,9 @@ __all__ = [
 LEASE_CHECK_MS = 5_000
 """How often `due` names a held request again, as a backstop for a lost entry in its worker's `held` set."""
 READER_LEASE_MS = 4_700
-"""Longer than one call whose reply gets lost (`bridge.reader`: 3.5 s at most) and the second between two renewals:
-otherwise everything that a web process reads would be cancelled for it. Below the 5 s in which its death must show."""
-"""How long a web process counts as alive that reads something and has not spoken yet."""
+"""How long a web process counts as alive that reads something and does not speak. Longer than one call whose reply
+gets lost (`bridge.reader`: 3.5 s) and the second between two renewals: otherwise everything that it reads would be
+cancelled for it. Below the 5 s in which its death has to show."""
 IDEMPOTENT_GRACE_MS = 10_000
 """How long a request with an idempotency key waits for the retry of a client that has lost its connection."""
 CLAIM_RATE_MS = 30_000

@@ -8,10 +8,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
+from bridge.reader import HEARTBEAT_S, MAX_BLOCK_S
 from bridge.subscription import StreamLost
 from decode.sampling import TokenLogprobs
 from tasks import keys
+from tasks.clients import BLOCKING_GRACE_S
 from tasks.contract import TerminalEvent, TokenEvent, entry_id, pack_logprobs, pack_tokens
+from tasks.record import READER_LEASE_MS
 from tests.bridge.streams import Streams, ready, run
 from tests.conftest import RedisServer
 
@@ -223,13 +226,17 @@ def test_a_lease_that_was_lost_makes_the_reader_say_again_what_it_reads(fake_ser
         streams.open("a")
         streams.open("b")
         await streams.turn()
-        assert streams.lease.calls == ["r1 3000"]
+        assert streams.lease.calls == ["r1 4700"]
         streams.lease.is_live = False
         streams.now_s += 1
         await streams.turn()
-        assert streams.lease.calls[1:] == ["r1 3000", "r1 reads a b"]
+        assert streams.lease.calls[1:] == ["r1 4700", "r1 reads a b"]
 
     run(fake_server, test)
+
+
+def test_one_reply_that_never_comes_does_not_cost_a_reader_its_lease() -> None:
+    assert MAX_BLOCK_S + BLOCKING_GRACE_S + HEARTBEAT_S < READER_LEASE_MS / 1000 < 5
 
 
 def test_the_lease_is_renewed_by_the_reading_itself(redis_server: RedisServer) -> None:
@@ -237,10 +244,10 @@ def test_the_lease_is_renewed_by_the_reading_itself(redis_server: RedisServer) -
         await streams.turn()
         streams.now_s += 0.5
         await streams.turn()
-        assert streams.lease.calls == ["r1 3000"]
+        assert streams.lease.calls == ["r1 4700"]
         streams.now_s += 0.5
         await streams.turn()
-        assert streams.lease.calls == ["r1 3000"] * 2
+        assert streams.lease.calls == ["r1 4700"] * 2
         streams.reader.stop()
         assert streams.lease.calls[-1] == "r1 left"
         streams.lease.calls.clear()

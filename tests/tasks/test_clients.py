@@ -36,6 +36,11 @@ def test_a_blocking_read_is_never_cut_short() -> None:
     assert options("blocking")["socket_timeout"] > MAX_BLOCK_S
 
 
+def test_who_blocks_for_less_notices_earlier_that_no_reply_comes() -> None:
+    client = connect("redis://h:1", use="blocking", max_block_s=0.5)
+    assert client.connection_pool.connection_kwargs["socket_timeout"] == 3.5
+
+
 @pytest.mark.parametrize("use", USES)
 def test_every_read_ends_in_time(use: Use) -> None:
     assert 0 < options(use)["socket_timeout"] <= 6
