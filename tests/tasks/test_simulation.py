@@ -9,7 +9,8 @@ import os
 
 import pytest
 
-from tests.tasks.simulation import Server, Simulation
+from tests.tasks.simulated_redis import Server
+from tests.tasks.simulation import Simulation
 
 NUM_SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "300"))
 FIRST_SEED = int(os.environ.get("SIMULATION_SEED", "0"))
