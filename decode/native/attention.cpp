@@ -28,40 +28,54 @@ TF_NOINLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const floa
     store(&s.score[row + r][column], to_float(acc[r]) * key_scale * s.query_scale[row + r]);
 }
 
-// One softmax update of `row` with the scores of the span that begins at token `start`.
-TF_NOINLINE void weigh_row(AttentionScratch& s, int row, int start, int oldest, int position, const vf (&value_scale)[4]) {
-  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const bool whole = oldest <= start && position >= start + kSpan - 1;
-  vf score[4], weight[4];
-  vi seen[4];
-  for (int i = 0; i < 4; i++) {
-    score[i] = load(&s.score[row][16 * i]);
-    if (!whole) {
-      vi token = lane + (start + 16 * i);
-      seen[i] = (token <= position) & (token >= oldest);
-      score[i] = select(seen[i], score[i], splat(kMasked));
-    }
+// Which tokens of a span a query sees.
+struct Seen {
+  int start, oldest, position;
+  bool whole() const { return oldest <= start && position >= start + kSpan - 1; }
+  TF_INLINE vi mask(int i) const {
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, token = lane + (start + 16 * i);
+    return (token <= position) & (token >= oldest);
   }
-  float top = std::max(s.top[row], max_lanes(max(max(score[0], score[1]), max(score[2], score[3]))));
+};
+
+// The largest score of a row; what it does not see becomes kMasked.
+TF_INLINE float top_score(float* scores, const Seen& seen) {
+  if (!seen.whole())
+    for (int i = 0; i < 4; i++) store(scores + 16 * i, select(seen.mask(i), load(scores + 16 * i), splat(kMasked)));
+  return max_lanes(max(max(load(scores), load(scores + 16)), max(load(scores + 32), load(scores + 48))));
+}
+
+// The weights of a row from its scores, and what they add up to.
+TF_INLINE void weigh_row(AttentionScratch& s, int row, const Seen& seen, const vf (&value_scale)[4]) {
+  const vf top = splat(s.top[row]);
+  vf weight[4];
   for (int i = 0; i < 4; i++) {
-    weight[i] = exp2_weight(score[i] - top);
-    if (!whole) weight[i] = select(seen[i], weight[i], vf{});  // a masked score is not below the range of exp2
+    weight[i] = exp2_weight(load(&s.score[row][16 * i]) - top);
+    if (!seen.whole()) weight[i] = select(seen.mask(i), weight[i], vf{});  // kMasked is not below the range of exp2
   }
-  float decay = s.top[row] == top ? 1.0f : exp2_weight(splat(s.top[row] - top))[0];
-  s.total[row] = s.total[row] * decay + sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
-  s.top[row] = top;
-  s.decay[row] = decay;
+  s.total[row] = s.total[row] * s.decay[row] + sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
   for (int i = 0; i < 4; i++) {
     weight[i] = weight[i] * value_scale[i];
-    if (!whole) weight[i] = select(seen[i], weight[i], vf{});  // SAFETY: a slot not written yet may hold any scale
+    if (!seen.whole()) weight[i] = select(seen.mask(i), weight[i], vf{});  // SAFETY: a free slot may hold any scale
   }
-  float most = max_lanes(max(max(weight[0], weight[1]), max(weight[2], weight[3])));
-  float inverse = most > 0x1p-100f ? 255.0f / most : 0.0f;
+  const float most = max_lanes(max(max(weight[0], weight[1]), max(weight[2], weight[3])));
+  const float inverse = most > 0x1p-100f ? 255.0f / most : 0.0f;
   s.weight_scale[row] = most / 255.0f;
   for (int i = 0; i < 4; i++) {
     const vi rounded = to_int(weight[i] * inverse);
     for (int part = 0; part < kParts; part++) store_bytes(&s.weight[row][part][16 * i], unsigned_part(rounded, part));
   }
+}
+
+// One softmax update of all rows with the scores of the span that begins at token `start`.
+TF_NOINLINE void weigh_rows(AttentionScratch& s, const Tile& tile, int start, const vf (&value_scale)[4]) {
+  const int rows = tile.rows();
+  auto seen = [&](int r) { return Seen{start, tile.oldest(s.position[r]), s.position[r]}; };
+  alignas(64) float before[kTileRows];
+  std::copy(s.top, s.top + rows, before);
+  for (int r = 0; r < rows; r++) s.top[r] = std::max(s.top[r], top_score(s.score[r], seen(r)));
+  for (int r = 0; r < rows; r += 16) store(s.decay + r, exp2_weight(load(before + r) - load(s.top + r)));
+  for (int r = 0; r < rows; r++) weigh_row(s, r, seen(r), value_scale);
 }
 
 // acc[r] += the weights of row r, from `weight` on, times 16 dimensions of the values of 16 tokens in each block.
@@ -110,6 +124,7 @@ TF_INLINE void in_groups(int rows, F&& f) {
 
 void attend(const Cache& cache, const Tile& tile, AttentionScratch& s) {
   const int rows = tile.rows(), dim = cache.head_dim, last = tile.position(rows - 1);
+  for (int r = 0; r < rows; r++) s.position[r] = tile.position(r);
   std::fill(s.top, s.top + rows, kMasked);
   std::fill(s.total, s.total + rows, 0.0f);
   std::fill(s.sum, s.sum + size_t(rows) * dim, 0.0f);
@@ -135,10 +150,7 @@ void attend(const Cache& cache, const Tile& tile, AttentionScratch& s) {
       else
         for (int r = 0; r < rows; r++) store(&s.score[r][16 * b], splat(kMasked));
     }
-    for (int r = 0; r < rows; r++) {
-      int position = tile.position(r);
-      weigh_row(s, r, start, tile.oldest(position), position, value_scale);
-    }
+    weigh_rows(s, tile, start, value_scale);
     in_groups(rows, [&]<int R>(int row) { sum_rows<R>(s, values, blocks, dim, rows, row); });
   }
 }

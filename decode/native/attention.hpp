@@ -73,6 +73,7 @@ struct AttentionScratch {
   alignas(64) float score[kTileRows][kSpan];
   alignas(64) uint8_t weight[kTileRows][kParts][kSpan];
   alignas(64) float sum[kTileRows * kMaxHeadDim];            // [dim / 16][row][16]
+  int32_t position[kTileRows];
   int32_t query_offset[kTileRows];                           // -128 * (sum of the row's query)
   float query_scale[kTileRows], top[kTileRows], total[kTileRows], decay[kTileRows], weight_scale[kTileRows];
 
