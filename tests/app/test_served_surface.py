@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.client import HTTPConnection, HTTPResponse
+from contextlib import closing
+from email.message import Message
+from http.client import HTTPConnection
 from pathlib import Path
 
 import openai
@@ -70,17 +72,20 @@ def test_the_openai_client_is_told_that_its_key_is_wrong(server: LocalServer) ->
     assert caught.value.request_id
 
 
-def call(server: LocalServer, method: str, path: str, body: bytes = b"", **headers: str) -> HTTPResponse:
-    connection = HTTPConnection(server.origin.removeprefix("http://"))
-    connection.request(method, path, body, {"content-type": "application/json", **headers})
-    return connection.getresponse()
+def call(
+    server: LocalServer, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, Message, bytes]:
+    with closing(HTTPConnection(server.origin.removeprefix("http://"))) as connection:
+        connection.request(method, path, body, {"content-type": "application/json", **headers})
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
 
 
 def test_tokens_of_a_text_over_a_socket(server: LocalServer) -> None:
     body = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine"}
-    response = call(server, "POST", "/tokenize", body, **headers)
-    assert json.loads(response.read())["tokens"] == [104, 105]
-    assert response.headers["x-request-id"] == "mine"
-    assert call(server, "HEAD", "/livez").status == 200
-    assert call(server, "POST", "/tokenize", body).status == 401
+    _, answered, data = call(server, "POST", "/tokenize", body, **headers)
+    assert json.loads(data)["tokens"] == [104, 105]
+    assert answered["x-request-id"] == "mine"
+    assert call(server, "HEAD", "/livez")[0] == 200
+    assert call(server, "POST", "/tokenize", body)[0] == 401
