@@ -79,6 +79,8 @@ class JinjaTemplate:
         ]
         names = {call.call_id: call.name for message in messages for call in message.tool_calls}
         for message, fields in zip(messages, shown, strict=True):
+            if message.reasoning:
+                fields["reasoning_content"] = texts.show(message.reasoning)
             if message.tool_calls:
                 fields["tool_calls"] = [texts.show_call(call) for call in message.tool_calls]
             if message.role == "tool":

@@ -50,6 +50,8 @@ class Messages:
         kinds[2]["properties"]["content"] = {"anyOf": [answer, {"type": "array", "maxItems": 0}, {"type": "null"}]}
         for kind in kinds:
             kind["properties"]["name"] = name
+        for kind in kinds[1:3]:
+            kind["properties"]["reasoning_content"] = name
         return {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
 
 
@@ -72,13 +74,19 @@ def _message(value: Any, param: str) -> ChatMessage:
     if role == "tool":
         call_id = _TEXT.read(value.get("tool_call_id"), f"{param}.tool_call_id")
         return ChatMessage(role, _content(value.get("content"), role, f"{param}.content"), tool_call_id=call_id)
-    calls = (
-        _calls(value["tool_calls"], f"{param}.tool_calls") if role == "assistant" and value.get("tool_calls") else ()
-    )
+    if role == "assistant":
+        return _answer(value, param)
+    return ChatMessage(role, _content(value.get("content"), role, f"{param}.content"))
+
+
+def _answer(value: dict[str, Any], param: str) -> ChatMessage:
+    """An earlier turn of the model. It may have no content if it has calls."""
+    calls = _calls(value["tool_calls"], f"{param}.tool_calls") if value.get("tool_calls") else ()
+    thoughts = value.get("reasoning_content")
+    reasoning = "" if thoughts is None else _TEXT.read(thoughts, f"{param}.reasoning_content")
     content = value.get("content")
-    if calls and (content is None or content == []):
-        return ChatMessage(role, "", calls)
-    return ChatMessage(role, _content(content, role, f"{param}.content"), calls)
+    text = "" if calls and (content is None or content == []) else _content(content, "assistant", f"{param}.content")
+    return ChatMessage("assistant", text, calls, reasoning=reasoning)
 
 
 def _calls(value: Any, param: str) -> tuple[ToolCall, ...]:

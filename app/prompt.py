@@ -48,6 +48,8 @@ class ChatMessage:
     """Of an assistant's turn."""
     tool_call_id: str = ""
     """Of a tool's turn: which call this is the result of."""
+    reasoning: str = ""
+    """What the model thought before an assistant's turn; for templates that show it again."""
 
 
 @dataclass(frozen=True, slots=True)

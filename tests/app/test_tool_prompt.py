@@ -166,6 +166,21 @@ class TestTemplatesThatKnowTools:
             messages = conversation(CALL, ToolCall("c2", "get_weather", "not JSON"))
             assert text_of(format_of(source)(messages, [TOOL])) == text_of(format_of(QWEN)(messages, [TOOL]))
 
+    def test_a_template_may_show_earlier_thoughts_again(self) -> None:
+        shows = "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+        format = format_of(
+            CHATML.replace(
+                "{{'<|im_start|>' + message", shows.replace("m.", "message.") + "{{'<|im_start|>' + message"
+            )
+        )
+        messages = [
+            ChatMessage("user", "A"),
+            ChatMessage("assistant", "B", reasoning="Hm.\n</think>"),
+            ChatMessage("user", "C"),
+        ]
+        assert Piece("Hm.\n</think>", False) in format(messages)
+        assert "Hm" not in text_of(format_of(CHATML)(messages))
+
     def test_several_calls_are_rendered(self) -> None:
         messages = conversation(CALL, OTHER_CALL)
         assert text_of(format_of(QWEN)(messages, [TOOL])) == rendered(QWEN, messages, [TOOL])

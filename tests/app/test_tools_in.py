@@ -256,6 +256,12 @@ class TestHistory:
         parts = [{"type": "text", "text": "So: "}]
         assert self.message(role="assistant", tool_calls=[self.CALL], content=parts).content == "So: "
 
+    def test_earlier_thoughts_are_kept_apart(self) -> None:
+        assert self.message(role="assistant", content="Yes.", reasoning_content="Hm.").reasoning == "Hm."
+        assert self.message(role="assistant", content="Yes.", reasoning_content=None).reasoning == ""
+        error = refusal(messages=[{"role": "assistant", "content": "Yes.", "reasoning_content": 5}])
+        assert error.param == "messages[0].reasoning_content"
+
     def test_the_content_of_a_result_may_be_a_list_of_parts(self) -> None:
         parts = [{"type": "text", "text": "Rainy"}]
         plain = self.message(role="tool", tool_call_id="c1", content="Rainy")
