@@ -267,7 +267,10 @@ def test_an_append_of_an_older_attempt_is_stale_even_when_its_tokens_would_fit(c
     assert cell.append(1, 6, attempt=1) == Refused("stale")
     assert cell.append(1, end="stop", attempt=1) == Refused("stale")
     assert cell.append(1, 7, attempt=2) == Appended(2)
-    assert cell.tokens() == [5, 7]
+    assert cell.append(2, 8, attempt=1) == Refused("stale")
+    assert cell.append(2, 9, attempt=2) == Appended(3)
+    assert cell.append(3, 8, attempt=1) == Refused("stale")
+    assert cell.tokens() == [5, 7, 9]
 
 
 def test_an_append_ahead_of_the_next_index_is_a_gap(cell: Cell) -> None:
