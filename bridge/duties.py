@@ -27,6 +27,9 @@ it is, so five a second would cost 8 % of a processor for as long as anything ha
 STANDBY_S = 0.05
 AGAIN_S = 1.0
 USELESS_AGAIN_S = 30.0
+PATIENCE_MS = 1_000
+"""How long the watchdog holds still after Redis was away or slow: meanwhile nobody could renew a lease, and whoever
+is alive does so as soon as Redis answers. Without it, every worker and web process would be taken for dead."""
 SAY_AGAIN_MS = 10_000
 
 
@@ -61,6 +64,9 @@ class WatchDuty:
         self._watchdog = watchdog
         self._was_active: bool | None = None
         self._trouble = Trouble("bridge: Redis", monotonic_ms)
+        self._monotonic_ms = monotonic_ms
+        self._patient_until_ms = float("-inf")
+        self._was_slow = False
 
     def tick(self) -> float:
         """Returns how long to wait before the next tick, in seconds. Never raises for what may pass."""
@@ -71,13 +77,22 @@ class WatchDuty:
             if is_active != self._was_active:
                 log.info("bridge: %s", "active" if is_active else "standby")
                 self._was_active = is_active
-            if is_active:
-                wait_s = self._watchdog.tick().wait_ms / 1000
+            if is_active and self._monotonic_ms() >= self._patient_until_ms:
+                wait_s = self._watch()
         except RedisError as error:
+            self._patient_until_ms = self._monotonic_ms() + PATIENCE_MS
             self._trouble.failed(error)
         else:
             self._trouble.over()
         return wait_s
+
+    def _watch(self) -> float:
+        # A Redis that is always slow must not make it hold still for ever: every other look counts.
+        done = self._watchdog.tick(however_slow=self._was_slow)
+        self._was_slow = done.was_slow
+        if done.was_slow:
+            self._patient_until_ms = self._monotonic_ms() + PATIENCE_MS
+        return done.wait_ms / 1000
 
     def close(self) -> None:
         """Lets a standby take over at once."""

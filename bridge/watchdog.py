@@ -12,6 +12,7 @@ then, and otherwise ten times a second, halves the idle CPU of a fixed 50 ms and
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 MAX_WAIT_MS = 100
 """Between two ticks at most: a supervisor that saw its worker die cuts the lease short (`expire_lease`)."""
 MIN_WAIT_MS = 20
+SLOW_MS = 1_000
+"""A look at the deadlines that takes longer says nothing: Redis answered nobody, so no lease was renewed."""
 MAX_DUE = 100
 """Due requests looked at in one tick, so that a long queue never keeps a dead worker waiting."""
 
@@ -67,6 +70,8 @@ class Tick:
     """What one tick did, and when the next one should be."""
 
     wait_ms: int
+    was_slow: bool = False
+    """Redis took so long to answer that nothing was concluded from it."""
     reoffered: list[Reoffer] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -85,6 +90,7 @@ class Watchdog:
         *,
         is_queue_empty: Callable[[str], bool],
         max_due: int = MAX_DUE,
+        monotonic_ms: Callable[[], float] = lambda: time.monotonic() * 1000,
     ) -> None:
         """`redis` is a short client of the main database. `is_queue_empty` says whether a queue holds no message."""
         self._redis = redis
@@ -92,11 +98,18 @@ class Watchdog:
         self._submitter = submitter
         self._is_queue_empty = is_queue_empty
         self._max_due = max_due
+        self._monotonic_ms = monotonic_ms
         self._models: list[str] = []
 
-    def tick(self, now_ms: int | None = None) -> Tick:
-        """Puts right what is overdue. `now_ms` is for tests, the default is Redis' clock."""
+    def tick(self, now_ms: int | None = None, *, however_slow: bool = False) -> Tick:
+        """Puts right what is overdue. `now_ms` is for tests, the default is Redis' clock.
+
+        Concludes nothing from a slow answer, unless `however_slow`.
+        """
+        asked_ms = self._monotonic_ms()
         deadlines = self.deadlines(now_ms)
+        if self._monotonic_ms() - asked_ms > SLOW_MS and not however_slow:
+            return Tick(MIN_WAIT_MS, was_slow=True)
         done = Tick(deadlines.wait_ms)
         if deadlines.is_worker_expired:
             self._bury_workers(now_ms, done)

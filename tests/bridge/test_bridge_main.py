@@ -21,6 +21,7 @@ from redis.exceptions import ConnectionError
 from bridge.catalog import Catalog, CatalogBusy, CatalogError, CatalogTooNew, open_snapshot
 from bridge.duties import (
     AGAIN_S,
+    PATIENCE_MS,
     RECORD_EVERY_S,
     SAY_AGAIN_MS,
     STANDBY_S,
@@ -32,9 +33,10 @@ from bridge.duties import (
 from bridge.election import LEASE_MS, RENEW_MS, Election
 from bridge.main import start_bridge
 from bridge.recorder import Recorder
+from bridge.watchdog import SLOW_MS, Watchdog
 from tasks import keys
 from tasks.clients import connect
-from tests.bridge.cell import Cell
+from tests.bridge.cell import MODEL, Cell
 from tokenferry.valkey import Valkey
 
 
@@ -157,6 +159,38 @@ def test_the_watch_goes_on_when_redis_comes_back_and_says_what_happened(
     duty.tick()
     assert "bridge: Redis works again after 10.5 s" in caplog.text
     assert "bridge: active" in caplog.text
+
+
+def test_after_an_outage_leases_get_time_to_be_renewed_before_anybody_is_taken_for_dead(cell: Cell) -> None:
+    clock, redis = Clock(), Away(cell.redis)
+    cell.join("w1", 1)
+    duty = WatchDuty(Election(redis, "one", monotonic_ms=clock), cell.watchdog, clock)  # type: ignore[arg-type]
+    duty.tick()
+    redis.is_there = True
+    for clock.ms in (300, PATIENCE_MS - 1):
+        duty.tick()
+        assert cell.records.expired_workers() == [(MODEL, "w1")]
+    for clock.ms in (PATIENCE_MS + 400, PATIENCE_MS + 500):  # the first look learns of the model
+        duty.tick()
+    assert cell.records.expired_workers() == []
+
+
+def test_a_redis_that_is_always_slow_does_not_stop_the_watch(cell: Cell) -> None:
+    clock = Clock()
+
+    def slow_clock() -> float:
+        clock.ms += SLOW_MS + 1
+        return clock.ms
+
+    cell.join("w1", 1)
+    watchdog = Watchdog(cell.redis, cell.records, cell.submitter, is_queue_empty=bool, monotonic_ms=slow_clock)
+    duty = WatchDuty(Election(cell.redis, "one", monotonic_ms=lambda: 0.0), watchdog, clock)
+    watchdog.deadlines()  # learns of the model
+    duty.tick()
+    assert cell.records.expired_workers() == [(MODEL, "w1")]
+    clock.ms += PATIENCE_MS
+    duty.tick()
+    assert cell.records.expired_workers() == []
 
 
 def test_only_the_active_one_watches(cell: Cell) -> None:
