@@ -49,6 +49,11 @@ class Closer:
     def num_pending(self) -> int:
         return len(self._closing) + len(self._leaving)
 
+    @property
+    def num_reading(self) -> int:
+        """Generations that clients of this process read."""
+        return len(self._num_clients)
+
     def close_soon(self, request_id: str, state: EndState, reason: str) -> None:
         self._closing[request_id] = (state, reason)
         self._pool.submit(self._close, request_id)

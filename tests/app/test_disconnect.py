@@ -77,6 +77,23 @@ def test_leaving_after_the_end_changes_nothing() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_kept_of_an_answer_that_is_over(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        await web.chat(stream=stream, n=2)
+        assert web.app._closer.num_reading == 2
+        for request_id in ("chatcmpl-1", "chatcmpl-1.1"):
+            worker.claim(request_id)
+            worker.append(request_id, 0, 101, end="length")
+        await web.turn()
+        await web.turn()
+        assert (web.app._closer.num_reading, web.app._closer.num_pending) == (0, 0)
+        assert (web.app.num_open, web.reader.num_feeds) == (0, 0)
+
+    run(test)
+
+
 def test_leaving_before_the_queue_answered_cancels() -> None:
     async def test(web: Web) -> None:
         web.worker()

@@ -149,6 +149,24 @@ def test_a_request_in_the_background_is_joined_too() -> None:
     run(test)
 
 
+def test_a_client_that_joins_while_the_first_one_is_being_left_is_a_reader() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.post(BODY, **KEY)
+        submit = web.submitter.submit
+
+        def submit_and_leave(*args: Any, **options: Any) -> object:
+            submitted = submit(*args, **options)
+            web.records.detach([ID], "reader-1")
+            return submitted
+
+        web.submitter.submit = submit_and_leave  # type: ignore[method-assign,assignment]
+        await web.post(BODY, **KEY)
+        assert web.records.open_of("reader-1") == [ID]
+
+    run(test)
+
+
 def test_several_choices_are_joined_whole() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
@@ -177,6 +195,8 @@ def test_a_lost_reply_is_made_good_by_sending_the_request_again() -> None:
         web.submitter.submit = submit_and_lose_the_reply  # type: ignore[method-assign,assignment]
         first = await web.post(BODY, **KEY)
         assert (first.status, first.error["code"]) == (503, "queue_unreachable")
+        assert web.records.open_of("reader-1") == [], "until then nobody reads it"
+        assert end_of(web) == ("offered", "")
         web.submitter.submit = submit  # type: ignore[method-assign]
         second = await web.post(BODY, **KEY)
         worker.claim(ID)
