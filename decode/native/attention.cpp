@@ -15,9 +15,10 @@ TF_NOINLINE void score_rows(AttentionScratch& s, const uint8_t* keys, const floa
     ByteSum sums[R][kParts];
     for (int j = first; j < first + kRun; j++) {
       const vi k = load_i(keys + 64 * j);
+      const int32_t* words = q + j * (kParts * kGroup);
       for (int part = 0; part < kParts; part++)
         for (int r = 0; r < R; r++) {
-          sums[r][part].add(k, splat_i(q[(j * kParts + part) * kGroup + r]));
+          sums[r][part].add(k, splat_i(words[part * kGroup + r]));
           sums[r][part].settle();
         }
     }
