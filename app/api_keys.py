@@ -85,6 +85,8 @@ class KeyFile:
             if not words or words[0].startswith("#"):
                 continue
             key, *name = words
+            if not (key.isascii() and key.isprintable()):
+                raise KeyFileError(f"{self._path}, line {number}: a key must be printable ASCII, as headers are")
             digest = hashlib.sha256(key.encode()).digest()
             if digest in names:
                 raise KeyFileError(f"{self._path}, line {number}: this key is there twice")

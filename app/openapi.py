@@ -50,6 +50,21 @@ class Operation:
     """The schema of the events of a streamed response."""
     errors: tuple[int, ...] = ()
     query: Mapping[str, Schema] = field(default_factory=dict)
+    headers: Mapping[str, Schema] = field(default_factory=dict)
+
+
+WISHES: Mapping[str, Schema] = {
+    "Idempotency-Key": {
+        "type": "string",
+        "pattern": "^[!-~]{1,255}$",
+        "description": "The same request with the same key is generated once: the second one joins the answer.",
+    },
+    "X-Disconnect": {
+        "type": "string",
+        "enum": ["cancel", "continue"],
+        "description": "What becomes of the answer when its client disconnects.",
+    },
+}
 
 
 def _known_answers(path: str, answer: str, chunk: str) -> tuple[Operation, ...]:
@@ -84,6 +99,7 @@ OPERATIONS: tuple[Operation, ...] = (
         CHAT_FIELDS,
         "ChatCompletionChunk",
         BODY + GENERATING,
+        headers=WISHES,
     ),
     Operation(
         "post",
@@ -93,6 +109,7 @@ OPERATIONS: tuple[Operation, ...] = (
         COMPLETION_FIELDS,
         "Completion",
         BODY + GENERATING,
+        headers=WISHES,
     ),
     *_known_answers("/v1/chat/completions", "ChatCompletionState", "ChatCompletionChunk"),
     *_known_answers("/v1/completions", "CompletionState", "Completion"),
@@ -175,7 +192,8 @@ def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
         }
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    for place, schemas in (("query", operation.query), ("header", operation.headers)):
+        parameters += [{"name": name, "in": place, "schema": schema} for name, schema in schemas.items()]
     if parameters:
         found["parameters"] = parameters
     return found

@@ -69,7 +69,7 @@ class TestKeyFile:
         assert "line 2" in caplog.text
         assert "sk-bob" not in caplog.text
 
-    @pytest.mark.parametrize("text", ["", "# nothing\n", "sk-a\nsk-a\n"])
+    @pytest.mark.parametrize("text", ["", "# nothing\n", "sk-a\nsk-a\n", "sk-\u00e4\n", "sk-a\x00\n"])
     def test_a_file_that_cannot_be_used_is_refused_at_the_start(self, path: Path, text: str) -> None:
         path.write_text(text)
         with pytest.raises(KeyFileError, match="keys"):
