@@ -164,7 +164,14 @@ def agreement(what: str, one: Sequence[Sequence[int]], other: Sequence[Sequence[
     return Agreement(what, sum(list(a) == list(b) for a, b in zip(one, other, strict=True)), len(one))
 
 
-def check_exactness(device: str, folder: Path, num_prompts: int = 16, num_tokens: int = 64) -> list[Agreement]:
+def check_exactness(
+    device: str,
+    folder: Path,
+    *,
+    num_prompts: int = 16,
+    num_tokens: int = 64,
+    variants: Sequence[str] = ("fp32", "bf16"),
+) -> list[Agreement]:
     """Everything that must be the same to the token, on the tiny shape."""
     checkpoint = open_checkpoint(write_checkpoint(SHAPES["tiny"], folder, "cpu"))
     wanted = prompts(num_prompts, 90, checkpoint.config.vocab_size)
@@ -174,7 +181,7 @@ def check_exactness(device: str, folder: Path, num_prompts: int = 16, num_tokens
 
     oracle = run_alone(engine("fp32", "cpu"), wanted, num_tokens)
     found = [agreement("fp32: the device and the CPU", oracle, run_alone(engine("fp32", device), wanted, num_tokens))]
-    for variant in ("fp32", "bf16"):
+    for variant in variants:
         alone = run_alone(engine(variant, device), wanted, num_tokens)
         together = run_together(engine(variant, device), wanted, num_tokens)
         chunked = run_together(engine(variant, device, 24), wanted, num_tokens)
