@@ -202,7 +202,10 @@ def test_list_content_and_null_content_with_tool_calls_reach_the_prompt_as_text(
             ]
         )
         prompt = bytes(worker.claim("chatcmpl-1").prompt_token_ids)
-        assert prompt == b"system: be brief\nuser: a\nassistant: \ntool: Rainy\nassistant:"
+        call_text = b'<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        result_text = b"<tool_response>\nRainy\n</tool_response>"
+        turns = (b"system: be brief", b"user: a", b"assistant: " + call_text, b"user: " + result_text, b"assistant:")
+        assert prompt == b"\n".join(turns)
 
     run(test)
 
