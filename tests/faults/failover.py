@@ -76,9 +76,6 @@ async def measure_failover(
                 os.kill(pid, signal.SIGKILL)
         gaps.num_kills += 1
         done = [await one.end() for one in asking]
-        # Undisturbed, and later: a prompt that is in the prefix cache has no time before its first token.
-        calm = await asyncio.gather(*(ask(cell.port, one, model=cell.model) for one in asks))
-        gaps.num_wrong += sum(a.text != b.text or b.end != "done" for a, b in zip(calm, done, strict=True))
         for seen in done:
             if seen.request_id in held and (gap_s := gap_after(seen, killed_s)) is not None:
                 gaps.seconds.append(gap_s)
@@ -86,6 +83,12 @@ async def measure_failover(
             cell.kill(name)
         cell.replace(name)
         await asyncio.to_thread(cell.wait_complete, 180)
+        # Undisturbed, and later: a prompt that is in the prefix cache has no time before its first token.
+        calm = await asyncio.gather(*(ask(cell.port, one, model=cell.model) for one in asks))
+        for undisturbed, seen in zip(calm, done, strict=True):
+            if seen.end != "done" or seen.texts != undisturbed.texts:
+                gaps.num_wrong += 1
+                print(f"  WRONG: {seen}\n  undisturbed: {undisturbed}", flush=True)
     return gaps
 
 

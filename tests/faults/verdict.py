@@ -58,7 +58,11 @@ def judge_client(seen: Seen, oracle: Oracle, excused: frozenset[str]) -> Broken 
             for number in range(ask.num_choices):
                 if (text := seen.texts.get(number, "")) != expected.text:
                     return Broken("lost", seen.request_id, f"ended cleanly after {text!r}, of {expected.text!r}")
-                if seen.finish_reasons.get(number) != [expected.finish_reason] or not seen.is_marked_done:
+                # One that comes back after the finish is told it once more.
+                reasons = seen.finish_reasons.get(number, [])
+                if ask.habit == "resume":
+                    reasons = sorted(set(reasons))
+                if reasons != [expected.finish_reason] or not seen.is_marked_done:
                     return Broken("end", seen.request_id, f"{seen.finish_reasons}, not {expected.finish_reason}")
         case "error" | "refused":
             if seen.error_code not in excused:
