@@ -168,7 +168,7 @@ class Queue:
             if simulation.chance(0.1):
                 self.delayed.append((queue, request_id, attempt))
                 continue
-            if simulation.chance(0.05):
+            if simulation.chance(0.15):
                 queue = keys.queue_again(MODEL)  # where workers of every fingerprint take it
             messages = self.messages.setdefault(queue, [])
             place = simulation.random.randrange(len(messages) + 1) if simulation.chance(0.1) else len(messages)
@@ -340,6 +340,8 @@ class Simulation:
             match result:
                 case Appended(next_index):
                     work.num_published = next_index
+                    holder = (self.books.record(work.request_id) or {}).get("worker")
+                    self.check(holder == worker.name, f"{worker.name} wrote to {work.request_id}, held by {holder}")
                     if item.terminal is not None:
                         worker.works.remove(work)
                 case Refused("gap"):

@@ -13,7 +13,7 @@ from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, info, job
 
 NUM_REQUESTS = 300
-STREAM_TTL_S = 60
+STREAM_TTL_S = 3_600
 FOR_EVER = {keys.EVENTS}
 """Capped, and trimmed by the recorder (the table in `tasks.keys`)."""
 FATES = ("finished", "failed", "stopped", "disconnect", "grace", "poison", "released", "web died", "refused")
