@@ -767,6 +767,10 @@ class Simulation:
                 for request_id in self.books.members(keys.held(name)):
                     due = self.books.score(keys.DUE, request_id)
                     self.check(due is not None and due <= self.now_ms + 5_000, f"{name} is dead, holds {request_id}")
+        for request_id in self.accepted:
+            state = self.books.record(request_id) or {}
+            unread_ms = int(state.get("unread_ms", self.now_ms + 1))
+            self.check(unread_ms > self.now_ms, f"{request_id} goes on and nobody has come back to it: {state}")
         for name in self.web_names:
             lease = self.books.score(keys.READERS, name)
             if lease is None or lease <= self.now_ms:
