@@ -86,6 +86,8 @@ class Valkey:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "aof-load-truncated": "yes",
+            # What lives is small, what was written is not: a restart has to read the file, and clients wait for it.
+            "auto-aof-rewrite-min-size": "16mb",
             "save": "",  # the append-only file is the persistence; snapshots beside it would only cost
             "maxmemory-policy": "noeviction",
             "databases": "16",

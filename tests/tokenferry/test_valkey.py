@@ -61,6 +61,11 @@ def test_what_was_written_is_there_after_a_kill_and_a_restart(tmp_path: Path) ->
             assert second.get("key") == b"kept"
 
 
+def test_its_file_is_rewritten_before_reading_it_takes_long(tmp_path: Path) -> None:
+    with Valkey(tmp_path) as valkey, client(valkey) as one:
+        assert one.config_get("auto-aof-rewrite-min-size") == {"auto-aof-rewrite-min-size": str(16 << 20)}
+
+
 def test_it_never_evicts_and_listens_on_no_port(tmp_path: Path) -> None:
     with Valkey(tmp_path) as valkey, client(valkey) as connection:
         settings = connection.config_get("*")
