@@ -28,8 +28,11 @@ from tests.faults.schedule import KINDS, Fault, FaultKind, draw_ask, draw_faults
 from tests.faults.verdict import Broken, judge_client, judge_record
 from tokenferry.errors import ForPeople
 
-AFTERMATH_S = 3.5
-"""For how long a fault that is over may still show: a call to Redis may wait for 3 s."""
+AFTERMATH_S = 5.0
+"""For how long a fault that is over may still show: a call to Redis may wait for 3 s, and then comes back to a busy
+machine."""
+OUTAGE_S = 9.0
+"""A Redis that was away for so long (it has to read its file, too) ends streams, as it should after 10 s."""
 BACK_S = 60.0
 QUIET_S = 45.0
 HANG_S = 60.0
@@ -43,6 +46,10 @@ class Disturbance:
     target: str
     from_s: float
     until_s: float
+
+    @property
+    def lasted_s(self) -> float:
+        return self.until_s - AFTERMATH_S - self.from_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +318,8 @@ class Driver:
             overlaps = disturbance.from_s <= seen.ended_s and seen.began_s <= disturbance.until_s
             if overlaps and (disturbance.kind.target != "web" or disturbance.target == web_name):
                 found |= disturbance.kind.excuses
+                if disturbance.kind.target == "redis" and disturbance.lasted_s >= OUTAGE_S:
+                    found |= {"stream_lost", "disconnect"}
         return frozenset(found)
 
     def _measure_gaps(self) -> None:
