@@ -38,10 +38,12 @@ class Integer:
     high: int
 
     def read(self, value: Any, param: str) -> int:
+        wanted = f"{param} must be an integer from {self.low} to {self.high}."
+        # JSON with an integer beyond 64 bits arrives as a float.
         if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid(param, f"{param} must be an integer.", "invalid_type")
+            raise invalid(param, wanted, "invalid_type")
         if not self.low <= value <= self.high:
-            raise invalid(param, f"{param} must be an integer from {self.low} to {self.high}.")
+            raise invalid(param, wanted)
         return value
 
     def schema(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from app.errors import invalid
 from app.fields import Field, ignored, read_body, refused
 from app.generation_in import GENERATION_FIELDS, NAME, GenerationCall, generation_values
-from app.json_kinds import INT32_MAX, Anything, Boolean, Integer
+from app.json_kinds import INT32_MAX, Anything, Boolean, Fields, Integer, Neutral
 from app.json_schema import Schema
 from app.openai_messages import Messages
 from app.text_edge import ChatMessage, Tool
@@ -20,6 +20,7 @@ from app.tools_in import AUTO, MAX_TOOLS, ResponseFormat, ToolChoice, ToolChoice
 
 _TEXT_ONLY = "The model reads and writes text only."
 _NO_SEARCH = "This server has no access to the web."
+_NO_SUMMARY = "Thoughts are passed on as they are, not summarised: reasoning_content has them."
 _CACHE = "Prefixes are cached without being asked, and shared by content."
 
 CHAT_FIELDS: Mapping[str, Field] = {
@@ -44,6 +45,9 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "audio": refused(Anything(), why=_TEXT_ONLY),
     "web_search_options": refused(Anything(), why=_NO_SEARCH),
     "moderation": refused(Anything(), why="Nothing is moderated here."),
+    "reasoning": Field(
+        Fields({"summary": Neutral(Anything(), (), _NO_SUMMARY)}), "refused", is_extension=True, note=_NO_SUMMARY
+    ),
     # Not applied: they do not change what an answer says.
     "store": ignored(Boolean(), "Nothing is kept that a client could ask for."),
     "prediction": ignored(Anything(), "It would only make an answer faster."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -202,6 +203,48 @@ def test_a_documented_field_that_is_not_applied_is_refused_by_name_and_says_why(
         assert (exchange.status, exchange.error["param"]) == (400, name)
         assert exchange.error["code"] == "unsupported_value"
         assert CHAT_FIELDS[name].note in exchange.error["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_images_and_summaries_of_thoughts_are_refused_in_openai_s_shape(fields: dict[str, Any], param: str) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.chat(**fields)
+        assert exchange.status == 400
+        assert exchange.error.keys() == {"message", "type", "param", "code"}
+        assert (exchange.error["param"], exchange.error["code"]) == (param, "unsupported_value")
+
+    run(test)
+
+
+@pytest.mark.parametrize("reasoning", [None, {}, {"effort": "low"}, {"summary": None}])
+def test_reasoning_that_asks_for_no_summary_is_taken(reasoning: Any) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        assert (await web.chat(stream=True, reasoning=reasoning)).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", [2**63, 10**30, 1.5, "1", True])
+def test_a_number_that_is_no_integer_here_is_told_which_are(seed: Any) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        body = json.dumps({"model": MODEL, "messages": HELLO, "seed": seed}).encode()
+        exchange = await web.request("POST", "/v1/chat/completions", body)
+        assert (exchange.status, exchange.error["param"]) == (400, "seed")
+        assert exchange.error["message"] == f"seed must be an integer from {-(2**63)} to {2**63 - 1}."
 
     run(test)
 
