@@ -235,6 +235,11 @@ class Engine:
             scheduler.max_num_batched_tokens = min(config.max_num_batched_tokens, doubled)
 
     @property
+    def num_preemptions(self) -> int:
+        """How often a sequence lost its blocks, since the start."""
+        return self._scheduler.num_preemptions
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._complete)
 

@@ -57,6 +57,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []
         self.admitted: list[Sequence] = []
+        self.num_preemptions = 0
+        """Since the start."""
         self._num_arrived = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -76,6 +78,7 @@ class Scheduler:
     def preempt_latest(self) -> Sequence:
         """Take the blocks of the latest arrival among the admitted (there must be one); it waits again."""
         victim = self.admitted.pop()
+        self.num_preemptions += 1
         self._blocks.free(victim)
         victim.preempt()
         insort(self.waiting, victim, key=_arrival)

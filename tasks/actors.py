@@ -21,8 +21,10 @@ from tasks.broker import ACTOR_NAME
 from tasks.contract import ContractError, GenerationJob, WorkerInfo
 from tasks.engine_loop import Outcome
 from tasks.errors import FingerprintMismatch, Stale
+from tasks.metrics import Meter
 from tasks.record import Append, Claimed, Failed, Reoffer, RequestRecords, Terminal
 from tasks.submit import Submitter
+from tasks.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Generate:
         *,
         not_handed_over: Callable[[], None],
         stopping: threading.Event,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         """`not_handed_over` is called when a message ends without reaching the loop (`Gate.seen`)."""
         self._records = records
@@ -60,6 +63,7 @@ class Generate:
         self._info = info
         self._not_handed_over = not_handed_over
         self._stopping = stopping
+        self._metrics = metrics or WorkerMetrics(Meter(), info.model)
 
     def __call__(self, request_id: str, attempt: int) -> None:
         claimed = None
@@ -70,6 +74,7 @@ class Generate:
                 self._not_handed_over()
         if claimed is None:
             return
+        self._metrics.claimed(attempt)
         outcome = self._loop.run(claimed.job, attempt, claimed.token_ids)
         if outcome == "too_large" and not self._fits_elsewhere(claimed):
             self._fail_too_large(claimed, attempt)
@@ -91,7 +96,8 @@ class Generate:
         except ContractError as error:
             log.error("%s attempt=%d: unreadable job, %s", request_id, attempt, error)
             message = str(error)
-            self._persist(lambda: self._records.close(request_id, "failed", "contract_error", message))
+            if self._persist(lambda: self._records.close(request_id, "failed", "contract_error", message)):
+                self._metrics.ended("failed", "contract_error")
         return None
 
     def _release(self, request_id: str, attempt: int, reason: Outcome) -> None:
@@ -99,11 +105,14 @@ class Generate:
         match self._persist(lambda: self._records.release(request_id, attempt, worker, reason)):
             case Reoffer() as reoffer:
                 log.info("%s attempt=%d: released, %s", request_id, attempt, reason)
+                self._metrics.released(reason)
                 if reason == "too_large":
                     self._stopping.wait(TOO_LARGE_PAUSE_S)
                 self._submitter.requeue(reoffer)
             case Failed() as failed:
                 log.error("%s attempt=%d: failed, %s", request_id, attempt, failed.reason)
+                self._metrics.released(reason)
+                self._metrics.ended("failed", failed.reason)
             case _:
                 pass
 
@@ -123,7 +132,8 @@ class Generate:
         log.error("%s attempt=%d: failed, %s", request_id, attempt, message)
         end = Terminal("failed", "context_length_exceeded", message)
         append = Append(request_id, attempt, len(claimed.token_ids), (), terminal=end)
-        self._persist(lambda: self._records.append_many([append]))
+        for result in self._persist(lambda: self._records.append_many([append])) or ():
+            self._metrics.settled(append, result)
 
     def _persist(self, call: Callable[[], T]) -> T | None:
         """Call until Redis answers. None when the worker stops first: the watchdog finds the request."""

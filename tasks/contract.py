@@ -36,6 +36,8 @@ class GenerationJob:
     sampling: SamplingParams
     created_ms: int
     priority: Priority = "default"
+    traceparent: str = ""
+    """The span that the spans of the worker belong to (W3C Trace Context); empty: none are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,10 @@ class WorkerLoad:
 
 
 def encode_job(job: GenerationJob) -> bytes:
-    return orjson.dumps({"v": CODEC_VERSION, **asdict(job)})
+    fields = {"v": CODEC_VERSION, **asdict(job)}
+    if not job.traceparent:
+        del fields["traceparent"]
+    return orjson.dumps(fields)
 
 
 def decode_job(data: bytes) -> GenerationJob:

@@ -19,8 +19,10 @@ from decode.errors import DecodeError, DeviceOutOfMemory, InvalidGrammar, Prompt
 from decode.sequence import Sequence as EngineSequence
 from tasks.contract import GenerationJob, WorkerLoad, pack_logprobs
 from tasks.gate import Gate
+from tasks.metrics import Meter
 from tasks.publish import Unpublishable
 from tasks.record import Append, AppendResult, Refused, Terminal
+from tasks.worker_metrics import AttemptTimes, WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class Publishing(Protocol):
 class Handle:
     """One assignment in the loop, from hand-over to its outcome."""
 
-    def __init__(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...], now_s: float = 0.0) -> None:
         self.job = job
         self.attempt = attempt
         self.sequence_id = f"{job.request_id}#{attempt}"
@@ -59,6 +61,8 @@ class Handle:
         self.next_index = len(token_ids)
         self.num_cached_tokens = 0
         self.is_ending = False
+        self.sequence: EngineSequence | None = None
+        self.times = AttemptTimes(now_s)
         self.outcome: Outcome | None = None
         self._over = threading.Event()
 
@@ -87,6 +91,7 @@ class EngineLoop:
         gate: Gate,
         *,
         on_fatal: Callable[[str], None],
+        metrics: WorkerMetrics | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_fatal` is told when the engine cannot be trusted any more; the process should end."""
@@ -94,10 +99,13 @@ class EngineLoop:
         self._gate = gate
         self._on_fatal = on_fatal
         self._monotonic = monotonic
+        self._metrics = metrics or WorkerMetrics(Meter(), "", monotonic=monotonic)
+        self._metrics.preempted_so_far(lambda: engine.num_preemptions)
         self._changed = threading.Condition()
         self._inbox: deque[Handle] = deque()
         self._refused: deque[tuple[str, Outcome]] = deque()
         self._live: dict[str, Handle] = {}
+        self._not_admitted: list[Handle] = []
         self._is_releasing = False
         self._is_stopping = False
         self._is_checked = True
@@ -117,7 +125,7 @@ class EngineLoop:
         return outcome
 
     def hand_over(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> Handle:
-        handle = Handle(job, attempt, token_ids)
+        handle = Handle(job, attempt, token_ids, self._monotonic())
         with self._changed:
             if self._is_releasing:
                 self._gate.seen()
@@ -130,6 +138,8 @@ class EngineLoop:
     def settle(self, item: Append, result: AppendResult | Unpublishable) -> None:
         """What became of an append; the publisher's `settle`."""
         sequence_id = f"{item.request_id}#{item.attempt}"
+        if not isinstance(result, Unpublishable):
+            self._metrics.settled(item, result)
         match result:
             case Refused("gap"):
                 self._refuse(sequence_id, "gap")
@@ -185,6 +195,7 @@ class EngineLoop:
             self._changed.notify_all()
         if handle is not None:
             handle.settle(outcome)
+            self._metrics.over(handle.job, handle.attempt, outcome, handle.times)
 
     # -- the engine's thread
 
@@ -202,7 +213,10 @@ class EngineLoop:
             self._observe()
             return False
         self._is_checked = False
+        started_s = self._monotonic()
         outputs = self._step()
+        if self._not_admitted:
+            self._note_admitted(started_s)
         self._observe()
         self.publisher.publish(self._appends(outputs))
         return True
@@ -241,7 +255,10 @@ class EngineLoop:
     def _add(self, handle: Handle) -> None:
         job = handle.job
         try:
-            self._engine.add(EngineSequence(handle.sequence_id, job.prompt_token_ids, job.sampling, handle.token_ids))
+            sequence = EngineSequence(handle.sequence_id, job.prompt_token_ids, job.sampling, handle.token_ids)
+            self._engine.add(sequence)
+            handle.sequence = sequence
+            self._not_admitted.append(handle)
         except DecodeError as error:
             if isinstance(error, PromptTooLong) and error.fits_elsewhere:
                 log.warning("%s attempt=%d: given back, %s", job.request_id, handle.attempt, error)
@@ -269,6 +286,16 @@ class EngineLoop:
             self._step_started_s = None
             self._last_step_s = self._monotonic()
         return []
+
+    def _note_admitted(self, started_s: float) -> None:
+        """Whoever has blocks after the step has had them since it began."""
+        still: list[Handle] = []
+        for handle in self._not_admitted:
+            if handle.sequence is not None and handle.sequence.was_admitted:
+                handle.times.admitted_s = started_s
+            elif handle.sequence_id in self._live:
+                still.append(handle)
+        self._not_admitted = still
 
     def _give_up(self, outcome: Outcome) -> None:
         """Abort everything; what was computed is published first, if Redis lets us."""
@@ -300,6 +327,8 @@ class EngineLoop:
         """The step's tokens; for a sequence without any, an empty append that learns whether it was cancelled."""
         appends: list[Append] = []
         silent = dict(self._live)
+        now_s = self._last_step_s
+        continued: dict[float, int] = {}
         for output in outputs:
             handle = silent.pop(output.sequence_id, None)
             if handle is None:
@@ -309,9 +338,25 @@ class EngineLoop:
                 log.warning("%s attempt=%d: failed, %s", handle.job.request_id, handle.attempt, output.failure)
                 end = Terminal("failed", "invalid_grammar", output.failure)
             handle.num_cached_tokens = output.num_cached_tokens
+            if output.token_ids:
+                # PERF: sequences that had their last tokens together are counted together, a histogram costs more.
+                last_s = handle.times.last_token_s
+                if last_s is None:
+                    self._note_first(handle, output, now_s)
+                else:
+                    continued[last_s] = continued.get(last_s, 0) + 1
+                handle.times.last_token_s = now_s
+            if output.finish_reason is not None:
+                self._metrics.finished(handle.times)
             appends.append(self._append(handle, output.token_ids, end, pack_logprobs(output.logprobs)))
+        for last_s, num_sequences in continued.items():
+            self._metrics.continued(last_s, now_s, num_sequences)
         appends.extend(self._append(handle, (), None) for handle in silent.values() if not handle.is_ending)
         return appends
+
+    def _note_first(self, handle: Handle, output: SequenceOutput, now_s: float) -> None:
+        job, times = handle.job, handle.times
+        self._metrics.computed(job, handle.attempt, output.first_index, output.num_cached_tokens, times, now_s)
 
     def _append(
         self, handle: Handle, token_ids: tuple[int, ...], end: Terminal | None, logprobs: bytes = b""

@@ -27,6 +27,7 @@ class Heartbeat:
         stalled_s: Callable[[], float],
         clock_ms: Callable[[], int],
         on_fatal: Callable[[str], None],
+        on_reconnected: Callable[[], None] = lambda: None,
         heartbeat_ms: int = 100,
         lease_ms: int = 500,
         stall_limit_s: float = 30.0,
@@ -38,6 +39,7 @@ class Heartbeat:
         self._stalled_s = stalled_s
         self._clock_ms = clock_ms
         self._on_fatal = on_fatal
+        self._on_reconnected = on_reconnected
         self._heartbeat_ms = heartbeat_ms
         self._lease_ms = lease_ms
         self._stall_limit_s = stall_limit_s
@@ -65,6 +67,7 @@ class Heartbeat:
         if self._num_failures:
             log.info("Redis is back after %d missed heartbeats", self._num_failures)
             self._num_failures = 0
+            self._on_reconnected()
         return True
 
     def start(self) -> None:

@@ -24,6 +24,8 @@ Main database (N):
 | tf:control:<rid>         | stream | the reader itself          | the reader itself     | 24 h, one entry         |
 | tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS    |
 | tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
+| tf:metrics:<process>     | string | every process              | web, for a scrape     | 60 s after the last     |
+| tf:metrics               | set    | every process              | web, for a scrape     | 60 s after the last     |
 | tf:bridge                | string | the active bridge          | standby bridges       | its lease               |
 | tf:wake:<queue>          | list   | `tasks.submit.wake`        | idle consumers        | 60 s, MAX_WAKE_TOKENS   |
 
@@ -59,6 +61,8 @@ READER_OPEN = "tf:reader:%s:open"
 CONTROL = "tf:control:%s"
 EVENTS = "tf:events"
 EVENTS_GENERATION = "tf:events:generation"
+METRICS = "tf:metrics:%s"
+MEASURED = "tf:metrics"
 BRIDGE = "tf:bridge"
 WAKE = "tf:wake:%s"
 
@@ -127,6 +131,11 @@ def reader_open(reader_id: str) -> str:
 
 def control(reader_id: str) -> str:
     return CONTROL % reader_id
+
+
+def metrics(process: str) -> str:
+    """The packed numbers of one process."""
+    return METRICS % process
 
 
 def wake(queue: str) -> str:

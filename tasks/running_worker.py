@@ -25,10 +25,14 @@ from tasks.contract import WorkerInfo
 from tasks.engine_loop import EngineLoop
 from tasks.gate import MAX_UNSEEN, Gate
 from tasks.heartbeat import Heartbeat
+from tasks.metrics import Meter
+from tasks.metrics_board import MetricsBoard, MetricsWriter
 from tasks.publish import Publisher
 from tasks.record import RequestRecords
 from tasks.slots import SlotWorker
 from tasks.submit import Submitter
+from tasks.tracing import OFF, Tracer
+from tasks.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ class RunningWorker:
         slots: SlotWorker,
         heartbeat: Heartbeat,
         stopping: threading.Event,
+        metrics: MetricsWriter,
+        tracer: Tracer,
     ) -> None:
         self.info = info
         self.gate = gate
@@ -55,6 +61,8 @@ class RunningWorker:
         self._slots = slots
         self._heartbeat = heartbeat
         self._stopping = stopping
+        self._metrics = metrics
+        self._tracer = tracer
 
     def stop(self, budget_s: float = DRAIN_BUDGET_S) -> None:
         """Drain: fetch nothing more, let finish what does within `budget_s`, release the rest, and leave.
@@ -75,6 +83,8 @@ class RunningWorker:
         self.loop.stop(0.2)
         self._publisher.stop(0.2)
         self._heartbeat.stop(0.2)
+        self._metrics.stop(0.2)
+        self._tracer.flush()
         log.info("%s has left", self.info.worker)
 
 
@@ -90,6 +100,7 @@ def start_worker(
     stall_limit_s: float = 30.0,
     stream_ttl_s: int = 600,
     on_fatal: Callable[[str], None] = log.critical,
+    tracer: Tracer = OFF,
 ) -> RunningWorker:
     """Start serving `engine`. Redis need not be there yet: the worker keeps trying and says so.
 
@@ -99,7 +110,9 @@ def start_worker(
     gate, stopping = Gate(), threading.Event()
     records = RequestRecords(redis, stream_ttl_s=stream_ttl_s)
     broker = build_broker(queue)
-    loop = EngineLoop(engine, gate, on_fatal=on_fatal)
+    meter = Meter(info.worker)
+    metrics = WorkerMetrics(meter, info.model, tracer=tracer)
+    loop = EngineLoop(engine, gate, on_fatal=on_fatal, metrics=metrics)
     publisher = loop.publisher = Publisher(records, loop.settle)
     heartbeat = Heartbeat(
         records,
@@ -108,12 +121,19 @@ def start_worker(
         stalled_s=loop.stalled_s,
         clock_ms=_epoch_ms,
         on_fatal=on_fatal,
+        on_reconnected=metrics.reconnected,
         heartbeat_ms=heartbeat_ms,
         lease_ms=lease_ms,
         stall_limit_s=stall_limit_s,
     )
     generate = Generate(
-        records, Submitter(records, broker, redis), loop, info, not_handed_over=gate.seen, stopping=stopping
+        records,
+        Submitter(records, broker, redis),
+        loop,
+        info,
+        not_handed_over=gate.seen,
+        stopping=stopping,
+        metrics=metrics,
     )
     make_generate(broker, generate)
     make_consumer = partial(
@@ -133,8 +153,10 @@ def start_worker(
     publisher.start()
     loop.start()
     slots.start()
+    writer = MetricsWriter(MetricsBoard(redis), meter)
+    writer.start()
     log.info("%s serves %s, fingerprint %s", info.worker, info.model, info.fingerprint)
-    return RunningWorker(info, gate, loop, publisher, slots, heartbeat, stopping)
+    return RunningWorker(info, gate, loop, publisher, slots, heartbeat, stopping, writer, tracer)
 
 
 def new_worker_id() -> str:
