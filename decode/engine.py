@@ -243,6 +243,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._sequences or self._complete)
 
+    @property
+    def admitted_ids(self) -> tuple[str, ...]:
+        """The sequences that have a slot; after a step that failed, those that it may have been about."""
+        return tuple(sequence.sequence_id for sequence in self._scheduler.admitted)
+
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
         return EngineLoad(

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from decode.engine import Engine, SequenceOutput
@@ -278,7 +279,7 @@ class EngineLoop:
                 log.warning("out of device memory, num_preempted=%d: %s", shed.num_preempted, error)
             else:
                 log.error("out of device memory with a single token: %s", error)
-                self._give_up("engine_error")
+                self._give_up("drain", {sequence_id: "engine_error" for sequence_id in self._engine.admitted_ids})
         except Exception:
             log.exception("the engine failed in a step, num_live=%d", len(self._live))
             self._give_up("engine_error")
@@ -297,7 +298,7 @@ class EngineLoop:
                 still.append(handle)
         self._not_admitted = still
 
-    def _give_up(self, outcome: Outcome) -> None:
+    def _give_up(self, outcome: Outcome, except_for: Mapping[str, Outcome] = MappingProxyType({})) -> None:
         """Abort everything; what was computed is published first, if Redis lets us."""
         with self._changed:
             while self._inbox:
@@ -310,7 +311,7 @@ class EngineLoop:
         if self._live:
             self.publisher.wait_published(FLUSH_S)
         for sequence_id in tuple(self._live):
-            self._end(sequence_id, outcome)
+            self._end(sequence_id, except_for.get(sequence_id, outcome))
 
     def _check(self) -> None:
         try:

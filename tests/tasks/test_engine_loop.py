@@ -286,6 +286,21 @@ def test_out_of_device_memory_with_a_single_sequence_gives_it_back(room: Room) -
     assert room.is_clean
 
 
+def test_only_the_sequence_that_no_step_can_hold_has_failed_its_neighbours_are_given_back_as_planned(
+    room: Room,
+) -> None:
+    handles = [room.hand_over(job(name, prompt=(n, 5), max_tokens=5)) for n, name in enumerate("abc")]
+
+    def exhaust() -> None:
+        raise DeviceOutOfMemory("no memory")
+
+    room.runner.before = exhaust
+    while room.loop.tick():
+        room.settle()
+    assert [handle.outcome for handle in handles] == ["engine_error", "drain", "drain"]
+    assert room.is_clean
+
+
 def test_a_single_sequence_goes_on_in_smaller_steps_when_device_memory_is_short(room: Room) -> None:
     handle = room.hand_over(job(prompt=tuple(range(5, 35)), max_tokens=5))
     failures = iter([True, True])
