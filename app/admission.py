@@ -27,7 +27,7 @@ from app.generation_in import GenerationCall
 from decode.sampling import SamplingParams
 from tasks.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
 from tasks.errors import IdempotencyConflict, NoWorker, QueueFull
-from tasks.record import Idempotency, Submitted
+from tasks.record import UNKNOWN, Idempotency, Origin, Submitted
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Submits(Protocol):
         max_waiting: int,
         answer: bytes = b"",
         idempotency: Idempotency | None = None,
+        origin: Origin = UNKNOWN,
     ) -> Submitted: ...
 
 
@@ -149,6 +150,7 @@ class Admission:
                 max_waiting=self._max_waiting,
                 answer=spec.encode(),
                 idempotency=ask.idempotency,
+                origin=Origin(spec.owner, ask.call.end_user, spec.kind, spec.stream),
             )
         except QueueFull as refusal:
             logger.info("%s refused, queue full: %s", spec.request_id, refusal)

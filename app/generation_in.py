@@ -63,7 +63,7 @@ GENERATION_FIELDS: Mapping[str, Field] = {
         note="priority goes before default, and default before flex.",
     ),
     "metadata": ignored(Pairs(16, Text(64), Text(512)), "Checked; nothing is kept with an answer."),
-    "user": ignored(NAME, "It does not change what an answer says."),
+    "user": Field(NAME, default="", note="It does not change what an answer says; the operator's catalog has it."),
     "background": Field(Boolean(), default=False, is_extension=True, note="The answer outlives its reader."),
     "top_k": Field(Integer(0, INT32_MAX), default=0, is_extension=True, note="0 switches it off."),
     "min_p": Field(Number(0, 1), default=0.0, is_extension=True, note="0 switches it off."),
@@ -100,6 +100,8 @@ class GenerationCall:
     background: bool = False
     """The answer outlives whoever reads it."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    end_user: str = ""
+    """The client's own name for whom it asks, for the catalog."""
 
 
 def generation_values(values: Mapping[str, Any], max_tokens: int | None) -> dict[str, Any]:
@@ -125,6 +127,7 @@ def generation_values(values: Mapping[str, Any], max_tokens: int | None) -> dict
         # OpenAI's two names for one tier.
         "service_tier": "priority" if values["service_tier"] == "fast" else values["service_tier"],
         "metadata": values["metadata"] or {},
+        "end_user": values["user"],
     }
 
 

@@ -22,7 +22,12 @@ import duckdb
 import orjson
 
 from bridge.facts import Rows
-from bridge.tables import FIRST_KEPT, SCHEMA_VERSION, TABLES
+from bridge.minutes import REFRESH, touched_by
+from bridge.tables import DERIVED, FIRST_KEPT, SCHEMA_VERSION, TABLES
+from bridge.views import VIEWS
+
+SHRINK_TO = 0.75
+"""What is left of a catalog that outgrew its bound, as a share of that: so that it need not shrink soon again."""
 
 
 class CatalogError(RuntimeError):
@@ -76,6 +81,8 @@ class Catalog:
             for table, of_table in rows.items():
                 if of_table:
                     self._db.execute(_UPSERTS[table], [orjson.dumps(of_table).decode(), _JSON_TYPES[table]])
+            if touched := touched_by(rows):
+                self._db.execute(REFRESH, touched)
             self._db.execute(
                 "UPDATE position SET generation = ?, last_id = ?, num_recorded = ?, num_skipped = ?",
                 [position.generation, position.last_id, position.num_recorded, position.num_skipped],
@@ -92,10 +99,44 @@ class Catalog:
             " (SELECT 1 FROM attempts WHERE attempts.worker = workers.worker)",
             "DELETE FROM models WHERE updated_ms < ? AND NOT EXISTS"
             " (SELECT 1 FROM workers WHERE workers.fingerprint = models.fingerprint)",
+            "DELETE FROM minutes WHERE minute_ms < ?",
         )
         with self._transaction():
             counts = [self._db.execute(sql, [cutoff_ms]).fetchone() for sql in deletions]
         self.is_snapshot_due = self.is_snapshot_due or counts != [(0,)] * len(deletions)
+
+    def size_bytes(self) -> int:
+        """What the tables take on disk, and the snapshots. Space in the file that is free again does not count."""
+        ((used_blocks, block_size),) = self.query("SELECT used_blocks, block_size FROM pragma_database_size()")
+        others = [self.directory / "catalog.duckdb.wal", *self.directory.glob("snapshot-*/*")]
+        return int(used_blocks) * int(block_size) + sum(path.stat().st_size for path in others if path.exists())
+
+    def shrink_to(self, max_bytes: int) -> int:
+        """When it is larger, forgets the requests that ended first, with their attempts. Returns how many.
+
+        What has not ended stays, and so do the minutes.
+        """
+        size = self.size_bytes()
+        if size <= max_bytes:
+            return 0
+        ((num_ended,),) = self.query("SELECT count(ended_ms) FROM requests")
+        num_to_go = num_ended - int(num_ended * SHRINK_TO * max_bytes / size)
+        if num_to_go == 0:
+            return 0
+        with self._transaction():
+            (last_ms,) = self._db.execute(
+                "SELECT ended_ms FROM requests WHERE ended_ms IS NOT NULL ORDER BY ended_ms LIMIT 1 OFFSET ?",
+                [num_to_go - 1],
+            ).fetchone() or (0,)
+            self._db.execute(
+                "DELETE FROM attempts WHERE request_id IN (SELECT request_id FROM requests WHERE ended_ms <= ?)",
+                [last_ms],
+            )
+            (num_gone,) = self._db.execute("DELETE FROM requests WHERE ended_ms <= ?", [last_ms]).fetchone() or (0,)
+        with _duckdb_errors():
+            self._db.execute("CHECKPOINT")  # only now their space is free
+        self.is_snapshot_due = True
+        return int(num_gone)
 
     def snapshot(self) -> None:
         """Replaces the Parquet snapshot as a whole. The one before stays, for who is still reading it."""
@@ -104,7 +145,7 @@ class Catalog:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         with self._transaction():
-            for table in TABLES:
+            for table in (*TABLES, *DERIVED):
                 path = _quoted(fresh / f"{table}.parquet")
                 self._db.execute(f"COPY {table} TO '{path}' (FORMAT parquet, COMPRESSION zstd)")
         link = self.directory / "current.new"
@@ -166,7 +207,7 @@ class Catalog:
         )
         if db.execute("SELECT count(*) FROM position").fetchone() == (0,):
             db.execute("INSERT INTO position VALUES ('', '0-0', 0, 0)")
-        for table, (key, columns) in TABLES.items():
+        for table, (key, columns) in {**TABLES, **DERIVED}.items():
             spelled = ", ".join(f"{name} {kind}" for name, kind in columns.items())
             db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({spelled}, PRIMARY KEY ({', '.join(key)}))")
             for name, kind in columns.items():
@@ -178,16 +219,62 @@ class Catalog:
 
 
 def open_snapshot(directory: Path) -> duckdb.DuckDBPyConnection:
-    """A connection of its own, in memory, whose views are the tables of the latest snapshot. Raises CatalogError."""
+    """A connection of its own, in memory, with the tables of the latest snapshot as views, and `bridge.views`.
+
+    It reads the snapshot's folder and no other file, whatever it is asked. Raises CatalogError.
+    """
     current = Path(os.path.realpath(directory / "current"))
     db = duckdb.connect(":memory:")
-    for table in TABLES:
-        path = current / f"{table}.parquet"
-        if not path.exists():
-            db.close()
-            raise CatalogError(f"no catalog snapshot in {directory}: the bridge has not run with this DATA_DIR")
-        db.execute(f"CREATE VIEW {table} AS FROM '{_quoted(path)}'")
+    try:
+        for table in (*TABLES, *DERIVED):
+            path = current / f"{table}.parquet"
+            if not path.exists():
+                raise CatalogError(
+                    f"no catalog snapshot in {directory}: the bridge of this version has not run with this DATA_DIR"
+                )
+            db.execute(f"CREATE VIEW {table} AS FROM '{_quoted(path)}'")
+        for name, view in VIEWS.items():
+            db.execute(f"CREATE VIEW {name} AS {view.sql}")
+        db.execute(f"SET allowed_directories = ['{_quoted(current)}']")
+        db.execute("SET enable_external_access = false")
+        db.execute("SET lock_configuration = true")
+    except BaseException:
+        db.close()
+        raise
     return db
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a query gave."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def ask_snapshot(directory: Path, sql: str, parameters: Sequence[Any] = ()) -> Answer:
+    """One reading statement over the latest snapshot. Raises CatalogError: for a statement that is no query, too."""
+    with _duckdb_errors(), open_snapshot(directory) as db:
+        statements = db.extract_statements(sql)
+        if len(statements) != 1 or statements[0].type not in _READING:
+            raise CatalogError("only one statement that reads is possible here: SELECT, FROM, DESCRIBE, EXPLAIN ...")
+        done = db.execute(statements[0], list(parameters))
+        return Answer(tuple(column[0] for column in done.description), done.fetchall())
+
+
+def export_snapshot(directory: Path, target: Path) -> list[Path]:
+    """Copies every table of the latest snapshot, as Parquet, into `target`. Raises CatalogError."""
+    current = Path(os.path.realpath(directory / "current"))
+    open_snapshot(directory).close()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy2(current / f"{table}.parquet", target)) for table in (*TABLES, *DERIVED)]
+    except OSError as error:
+        raise CatalogError(f"cannot be written to {target}: {error}") from error
 
 
 def _open(path: Path) -> duckdb.DuckDBPyConnection:
@@ -223,6 +310,7 @@ def _upsert(table: str) -> str:
     )
 
 
+_READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 _UPSERTS = {table: _upsert(table) for table in TABLES}
 _JSON_TYPES = {table: orjson.dumps([dict(columns)]).decode() for table, (_, columns) in TABLES.items()}
 

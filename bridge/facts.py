@@ -151,9 +151,24 @@ def _request_columns(fact: Fact) -> Row:
                 "submitted_ms": fact.at_ms,
                 "num_attempts": fact.attempt,
                 "num_prompt_tokens": _int(details, "prompt_tokens"),
+                "max_tokens": _int(details, "max_tokens"),
+                "answer_id": _text(details, "answer"),
+                "num_choices": _int(details, "choices"),
+                "kind": _text(details, "kind"),
+                "service_class": _text(details, "class"),
+                "api_key": _text(details, "api_key"),
+                "end_user": _text(details, "end_user"),
+                "is_streamed": _yes(details, "stream"),
+                "is_idempotent": _yes(details, "idempotent"),
             }
         case "claimed":
-            return {"state": "claimed", "claimed_ms": fact.at_ms, "worker": fact.worker, "num_attempts": fact.attempt}
+            return {
+                "state": "claimed",
+                "claimed_ms": fact.at_ms,
+                "worker": fact.worker,
+                "fingerprint": _text(details, "fingerprint"),
+                "num_attempts": fact.attempt,
+            }
         case "first_token":
             return {
                 "state": "streaming",
@@ -166,6 +181,7 @@ def _request_columns(fact: Fact) -> Row:
             return {
                 "state": _text(details, "state"),
                 "reason": _text(details, "reason"),
+                "message": _text(details, "message"),
                 "ended_ms": fact.at_ms,
                 "num_output_tokens": _int(details, "next_index"),
                 "num_cached_tokens": _int(details, "cached"),
@@ -180,7 +196,12 @@ def _attempt_columns(fact: Fact) -> Row:
         case "submitted" | "reoffered":
             return {"offered_ms": fact.at_ms, "offer_reason": _text(details, "reason")}
         case "claimed":
-            return {"claimed_ms": fact.at_ms, "worker": fact.worker, "first_index": _int(details, "next_index")}
+            return {
+                "claimed_ms": fact.at_ms,
+                "worker": fact.worker,
+                "fingerprint": _text(details, "fingerprint"),
+                "first_index": _int(details, "next_index"),
+            }
         case "first_token":
             return {"first_token_ms": fact.at_ms, "worker": fact.worker or None}
         case "released" | "lost" | "ended":
@@ -216,7 +237,12 @@ def _worker_changes(fact: Fact) -> list[_Change]:
         "updated_ms": fact.at_ms,
         **what,
     }
-    seen: Row = {"first_seen_ms": fact.at_ms, "updated_ms": fact.at_ms, **what}
+    seen: Row = {
+        "architecture": _text(details, "architecture"),
+        "first_seen_ms": fact.at_ms,
+        "updated_ms": fact.at_ms,
+        **what,
+    }
     return [
         ("workers", key, worker),
         ("models", {"model": fact.model, "fingerprint": fingerprint or ""}, seen),
@@ -226,6 +252,11 @@ def _worker_changes(fact: Fact) -> list[_Change]:
 def _text(details: Mapping[str, Any], name: str) -> str | None:
     value = details.get(name)
     return value[:MAX_TEXT].replace("\0", "") if isinstance(value, str) and value else None
+
+
+def _yes(details: Mapping[str, Any], name: str) -> bool:
+    """Whoever writes facts leaves out what is no."""
+    return details.get(name) in (1, True)
 
 
 def _int(details: Mapping[str, Any], name: str) -> int | None:

@@ -18,7 +18,7 @@ from redis import Redis
 from bridge.catalog import Catalog
 from bridge.duties import Loop, RecordDuty, WatchDuty
 from bridge.election import Election
-from bridge.recorder import Recorder
+from bridge.recorder import MAX_MB, Recorder
 from bridge.watchdog import Watchdog
 from tasks import keys
 from tasks.broker import build_broker
@@ -46,7 +46,14 @@ class Bridge:
 
 
 def start_bridge(
-    redis: Redis, queue: Redis, records: RequestRecords, submitter: Submitter, *, data_dir: Path, keep_days: int = 30
+    redis: Redis,
+    queue: Redis,
+    records: RequestRecords,
+    submitter: Submitter,
+    *,
+    data_dir: Path,
+    keep_days: int = 30,
+    max_mb: int = MAX_MB,
 ) -> Bridge:
     """Starts watching and recording in two threads. The clients are short ones, of the main and Dramatiq's database.
 
@@ -61,7 +68,9 @@ def start_bridge(
         RecordDuty(
             is_active=lambda: election.is_active,
             open_catalog=lambda: Catalog(data_dir / "catalog"),
-            recorder_of=lambda catalog: Recorder(redis, catalog, keep_days=keep_days, clock_ms=_epoch_ms),
+            recorder_of=lambda catalog: Recorder(
+                redis, catalog, keep_days=keep_days, max_mb=max_mb, clock_ms=_epoch_ms
+            ),
             monotonic_ms=_monotonic_ms,
         ),
         WatchDuty(election, watchdog, _monotonic_ms),
@@ -81,7 +90,15 @@ def run(settings: BridgeSettings) -> None:
         first_token_deadline_ms=settings.first_token_deadline_s * 1000,
     )
     submitter = Submitter(records, build_broker(queue), redis)
-    bridge = start_bridge(redis, queue, records, submitter, data_dir=settings.data_dir)
+    bridge = start_bridge(
+        redis,
+        queue,
+        records,
+        submitter,
+        data_dir=settings.data_dir,
+        keep_days=settings.catalog_days,
+        max_mb=settings.catalog_max_mb,
+    )
     signal.sigwait(ends)
     bridge.stop()
 

@@ -33,7 +33,8 @@ MAX_ROWS = 1000
 MAX_FINAL_BATCHES = 20
 """How many batches a recorder that must end still takes; what is left stays in the stream."""
 DAY_MS = 86_400_000
-FORGET_EVERY_MS = 600_000
+FORGET_EVERY_MS = 60_000
+MAX_MB = 1024
 SNAPSHOT_SHARE = 20
 """Of the recorder's time, at most one part in this many goes into snapshots, however large the catalog is."""
 
@@ -75,6 +76,7 @@ class Recorder:
         max_rows: int = MAX_ROWS,
         snapshot_every_ms: int = 2_000,
         keep_days: int = 30,
+        max_mb: int = MAX_MB,
         clock_ms: Callable[[], int],
     ) -> None:
         """`redis` is a short client of the main database. `clock_ms` gives epoch milliseconds."""
@@ -83,6 +85,7 @@ class Recorder:
         self._max_rows = max_rows
         self._snapshot_every_ms = snapshot_every_ms
         self._keep_ms = keep_days * DAY_MS
+        self._max_bytes = max_mb * 1_000_000
         self._clock_ms = clock_ms
         self._next_snapshot_ms = 0
         self._next_forget_ms = 0
@@ -94,6 +97,8 @@ class Recorder:
         now_ms = self._clock_ms()
         if now_ms >= self._next_forget_ms:
             self._catalog.forget_before(now_ms - self._keep_ms)
+            if num_gone := self._catalog.shrink_to(self._max_bytes):
+                log.info("the catalog had grown beyond its bound: forgot the %d requests that ended first", num_gone)
             self._next_forget_ms = now_ms + FORGET_EVERY_MS
         if self._catalog.is_snapshot_due and now_ms >= self._next_snapshot_ms:
             self._catalog.snapshot()

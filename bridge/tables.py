@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bridge.minutes import COLUMNS
+
 SCHEMA_VERSION = 1
 
 TABLES: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
@@ -18,7 +20,18 @@ TABLES: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
             "model": "VARCHAR",
             "state": "VARCHAR",  # offered, claimed, streaming, finished, cancelled, failed
             "reason": "VARCHAR",  # of its end: stop, length, disconnect, poison, ...
+            "message": "VARCHAR",  # why it failed, for people
             "worker": "VARCHAR",  # the latest that claimed it
+            "fingerprint": "VARCHAR",  # of that worker
+            "answer_id": "VARCHAR",  # the id that the client has: choices have ids of their own
+            "num_choices": "INTEGER",  # of that answer
+            "kind": "VARCHAR",  # chat, completion
+            "service_class": "VARCHAR",  # priority, default, flex
+            "api_key": "VARCHAR",  # its name
+            "end_user": "VARCHAR",  # the request's `user`
+            "is_streamed": "BOOLEAN",
+            "is_idempotent": "BOOLEAN",
+            "max_tokens": "BIGINT",
             "num_attempts": "INTEGER",
             "num_prompt_tokens": "INTEGER",
             "num_output_tokens": "INTEGER",
@@ -36,6 +49,7 @@ TABLES: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
             "request_id": "VARCHAR",
             "attempt": "INTEGER",
             "worker": "VARCHAR",
+            "fingerprint": "VARCHAR",
             "outcome": "VARCHAR",  # released, lost, finished, cancelled, failed; null while it runs
             "offer_reason": "VARCHAR",  # why it was offered again: worker_lost, message_lost, ...
             "reason": "VARCHAR",  # of its outcome
@@ -73,6 +87,7 @@ TABLES: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
         {
             "model": "VARCHAR",
             "fingerprint": "VARCHAR",
+            "architecture": "VARCHAR",
             "variant": "VARCHAR",
             "max_model_len": "INTEGER",
             "first_seen_ms": "BIGINT",
@@ -80,7 +95,10 @@ TABLES: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
         },
     ),
 }
-"""Table name to its key and its columns."""
+"""Table name to its key and its columns: what facts are recorded in."""
+
+DERIVED: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {"minutes": (("minute_ms", "model"), COLUMNS)}
+"""The same for what is counted from the others."""
 
 FIRST_KEPT: Mapping[str, frozenset[str]] = {
     "requests": frozenset({"submitted_ms", "claimed_ms", "first_token_ms"}),

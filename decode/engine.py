@@ -53,6 +53,8 @@ class EngineConfig:
     vocab_size: int = 1 << 31
     variant: str = "scripted"
     """The execution variant, for people; the fingerprint covers it."""
+    architecture: str = "scripted"
+    """The family of the checkpoint, for people; the fingerprint covers it."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "block_size", "vocab_size"):

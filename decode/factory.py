@@ -70,7 +70,12 @@ def load_engine(
     grammars.load()  # meanwhile the weights come
 
     def configured(chosen: str) -> EngineConfig:
-        return EngineConfig(fingerprint=fingerprint(checkpoint, chosen, device), variant=chosen, **limits)
+        return EngineConfig(
+            fingerprint=fingerprint(checkpoint, chosen, device),
+            variant=chosen,
+            architecture=checkpoint.config.family,
+            **limits,
+        )
 
     if variant in NATIVE_VARIANTS or (variant == AUTO and device == "cpu"):
         config = configured(NATIVE_VARIANTS[0] if variant == AUTO else variant)

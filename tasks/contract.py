@@ -88,6 +88,8 @@ class WorkerInfo:
     max_num_seqs: int
     kv_cache_tokens: int
     started_ms: int
+    architecture: str = ""
+    """The family of the checkpoint, for people."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,22 @@ class Idempotency:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Who asked, and how: for the catalog alone, nothing else depends on it. Empty where it is not known."""
+
+    api_key: str = ""
+    """The name of the API key."""
+    end_user: str = ""
+    """Whom the client names as its own user (OpenAI's `user`)."""
+    kind: str = ""
+    """Of answer: "chat" or "completion"."""
+    is_streamed: bool = False
+
+
+UNKNOWN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
     request_id: str
     """That of choice 0: of the request as it was submitted first, if this one only joins it."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from uuid import uuid4
 
+import orjson
 from redis import Redis
 
 from tasks import keys
@@ -32,6 +33,7 @@ from tasks.leases import Leases
 from tasks.lua import Argument
 from tasks.moves import (
     END_STATES,
+    UNKNOWN,
     Append,
     Appended,
     AppendResult,
@@ -39,6 +41,7 @@ from tasks.moves import (
     Claimed,
     Failed,
     Idempotency,
+    Origin,
     Outlook,
     RecordState,
     RefusalReason,
@@ -52,6 +55,7 @@ from tasks.priorities import PRIORITIES, up_to
 
 __all__ = [
     "END_STATES",
+    "UNKNOWN",
     "Append",
     "AppendResult",
     "Appended",
@@ -59,6 +63,7 @@ __all__ = [
     "Claimed",
     "Failed",
     "Idempotency",
+    "Origin",
     "Outlook",
     "RecordState",
     "RefusalReason",
@@ -121,21 +126,23 @@ class RequestRecords(Leases):
         max_waiting: int,
         answer: bytes = b"",
         idempotency: Idempotency | None = None,
+        origin: Origin = UNKNOWN,
         nonce: str | None = None,
         now_ms: int | None = None,
     ) -> Submitted:
         """Put all choices of one request on offer (attempt 1), or none; `jobs` are of one model and one class.
 
         A request whose id or idempotency key is known is joined instead: nothing is made, and `reader` reads it too.
-        `answer` is kept with choice 0 for `answer()`. `max_waiting` bounds the offers of this class and those above.
-        Raises QueueFull, NoWorker, IdempotencyConflict.
+        `answer` is kept with choice 0 for `answer()`; `origin` is for the catalog. `max_waiting` bounds the offers of
+        this class and those above. Raises QueueFull, NoWorker, IdempotencyConflict.
         """
         first = jobs[0]
         above = up_to(first.priority)
         choices: list[Argument] = []
-        for job in jobs:
+        for number, job in enumerate(jobs):
             queue = keys.queue_new(job.model, job.priority)
-            choices += (job.request_id, job.model, job.priority, queue, encode_job(job), len(job.prompt_token_ids))
+            said = _submitted_details(jobs, number, origin, idempotency is not None)
+            choices += (job.request_id, job.model, job.priority, queue, encode_job(job), said)
         reply = self._scripts.call(
             "submit",
             now_ms,
@@ -362,6 +369,24 @@ def retry_after_s(num_waiting: int, num_claimed: Sequence[int], elapsed_ms: int)
         del claimed[0]
     busy_s = max(1.0, ((len(claimed) - 1) * keys.CLAIMS_BUCKET_MS + elapsed_ms) / 1000)
     return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_waiting * busy_s / max(1, sum(claimed)))))
+
+
+def _submitted_details(jobs: Sequence[GenerationJob], number: int, origin: Origin, is_idempotent: bool) -> bytes:
+    """What the fact of a choice's submission tells the catalog; what is empty or no is left out."""
+    job = jobs[number]
+    told = {
+        "prompt_tokens": len(job.prompt_token_ids),
+        "max_tokens": job.sampling.max_tokens,
+        "class": job.priority,
+        "answer": jobs[0].request_id,
+        "choices": len(jobs),
+        "idempotent": int(is_idempotent),
+        "stream": int(origin.is_streamed),
+        "kind": origin.kind,
+        "api_key": origin.api_key,
+        "end_user": origin.end_user,
+    }
+    return orjson.dumps({name: value for name, value in told.items() if value})
 
 
 def _append_arguments(item: Append) -> Sequence[Argument]:

@@ -178,6 +178,7 @@ def describe_worker(engine: Engine, *, model: str, device: str, worker: str | No
         max_num_seqs=config.max_num_seqs,
         kv_cache_tokens=config.num_blocks * config.block_size,
         started_ms=_epoch_ms(),
+        architecture=config.architecture,
     )
 
 

@@ -123,6 +123,8 @@ class WorkerSettings:
 class BridgeSettings:
     redis_url: str
     data_dir: Path
+    catalog_days: int
+    catalog_max_mb: int
     stream_ttl_s: int
     first_token_deadline_s: int
     log_level: str
@@ -133,6 +135,8 @@ class BridgeSettings:
         return cls(
             redis_url=redis_url(environ),
             data_dir=data_dir(environ),
+            catalog_days=_integer(environ, "CATALOG_DAYS", 30, 1, 36_500),
+            catalog_max_mb=_integer(environ, "CATALOG_MAX_MB", 1024, 16, 1 << 30),
             stream_ttl_s=_stream_ttl_s(environ),
             first_token_deadline_s=_first_token_deadline_s(environ),
             log_level=_log_level(environ),

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from tasks import keys
 from tasks.broker import assignment_message
 from tasks.contract import GenerationJob
-from tasks.record import Idempotency, Reoffer, RequestRecords, Submitted
+from tasks.record import UNKNOWN, Idempotency, Origin, Reoffer, RequestRecords, Submitted
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Submitter:
         max_waiting: int,
         answer: bytes = b"",
         idempotency: Idempotency | None = None,
+        origin: Origin = UNKNOWN,
     ) -> Submitted:
         """Offer all choices of a request for the first time, or join it; see `RequestRecords.submit`.
 
@@ -51,6 +52,7 @@ class Submitter:
             max_waiting=max_waiting,
             answer=answer,
             idempotency=idempotency,
+            origin=origin,
         )
         if submitted.created:
             for job in jobs:

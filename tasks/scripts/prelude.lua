@@ -114,7 +114,8 @@ local function finish(r, state, reason, terminal, ended_by, stream_ttl)
   local family = redis.call('HMGET', req, 'choices', 'idempotency')
   expire_choices(r.id, family[1] or r.id, family[2] or '', stream_ttl)
   event('ended', r.id, int(r.attempt), r.worker, r.model, details({
-    state = state, reason = reason, next_index = r.next_index, cached = tonumber(r.cached) or 0 }))
+    state = state, reason = reason, next_index = r.next_index, cached = tonumber(r.cached) or 0,
+    message = state == 'failed' and entry.message or nil }))
 end
 
 -- Put the next attempt of `r` on offer. `let_down` restarts the clock of how long the request has been waiting.

@@ -2,7 +2,7 @@
 -- now, nonce (the same again when re-sent), reader ('' = nobody's), outlives its readers (1/0), max_waiting,
 -- offer_deadline_ms, active_ttl_ms, reader_lease_ms, answer, idempotency key ('' = none), digest, grace_ms,
 -- classes that come no later than this one (separated by spaces),
--- then for each choice: id, model, class, queue, job, number of prompt tokens
+-- then for each choice: id, model, class, queue, job, details of its fact
 -- Replies { 'ok', id of the first choice, its attempt, 1 if made by this call }, or a refusal.
 local nonce, reader, outlives, max_waiting = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local offer_deadline, active_ttl, reader_lease = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
@@ -71,7 +71,7 @@ for n = 14, #ARGV, 6 do
   if reader ~= '' and outlives ~= '1' then
     attach(id, reader, reader_lease, active_ttl)
   end
-  event('submitted', id, '1', '', model, details({ prompt_tokens = tonumber(ARGV[n + 5]) }))
+  event('submitted', id, '1', '', model, ARGV[n + 5])
 end
 if answer ~= '' then
   redis.call('HSET', REQUEST:format(first), 'answer', answer)

@@ -9,7 +9,15 @@ import duckdb
 import pytest
 
 from bridge import tables
-from bridge.catalog import Catalog, CatalogError, CatalogTooNew, Position, open_snapshot
+from bridge.catalog import (
+    Catalog,
+    CatalogError,
+    CatalogTooNew,
+    Position,
+    ask_snapshot,
+    export_snapshot,
+    open_snapshot,
+)
 from bridge.facts import Rows
 from bridge.tables import FIRST_KEPT, TABLES
 
@@ -170,6 +178,65 @@ def test_only_what_was_really_forgotten_asks_for_a_snapshot(tmp_path: Path) -> N
     catalog.close()
 
 
+def ended(first: int, end: int) -> Rows:
+    """Requests that ended at that millisecond, each with its attempt."""
+    return {
+        "requests": [
+            {"request_id": f"r{n:06}", "state": "finished", "ended_ms": n, "updated_ms": n} for n in range(first, end)
+        ],
+        "attempts": [{"request_id": f"r{n:06}", "attempt": 1, "updated_ms": n} for n in range(first, end)],
+    }
+
+
+def test_a_catalog_within_its_bound_forgets_nothing(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    catalog.record(ended(0, 9), Position())
+    catalog.snapshot()
+    assert catalog.shrink_to(catalog.size_bytes()) == 0
+    assert len(ids(catalog)) == 9
+    catalog.close()
+
+
+def test_beyond_its_bound_what_ended_first_goes_first_with_its_attempts(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    catalog.record(ended(0, 4000), Position())
+    catalog.record(request("open"), Position())
+    catalog.snapshot()
+    num_gone = catalog.shrink_to(catalog.size_bytes() // 2)
+    left = ids(catalog)
+    assert 2400 < num_gone < 2600  # to three quarters of half of it
+    assert left == ["open", *(f"r{n:06}" for n in range(num_gone, 4000))]
+    assert catalog.query("SELECT count(*) FROM attempts") == [(4000 - num_gone,)]
+    assert catalog.is_snapshot_due
+    catalog.close()
+
+
+def test_the_size_of_a_catalog_counts_tables_log_and_snapshots(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    catalog.record(ended(0, 1000), Position())
+    before = catalog.size_bytes()
+    catalog.snapshot()
+    snapshot = sum(path.stat().st_size for path in tmp_path.glob("snapshot-1/*.parquet"))
+    assert snapshot > 1000
+    assert catalog.size_bytes() == before + snapshot
+    catalog.close()
+
+
+def test_a_catalog_that_was_bounded_again_and_again_stays_near_its_bound(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    bound = 3_000_000
+    largest = num_gone = 0
+    for first in range(0, 36_000, 6000):
+        catalog.record(ended(first, first + 6000), Position())
+        catalog.snapshot()
+        num_gone += catalog.shrink_to(bound)
+        largest = max(largest, (tmp_path / "catalog.duckdb").stat().st_size)
+    assert num_gone > 5_000
+    assert len(ids(catalog)) > 3_000
+    assert largest < 2 * bound
+    catalog.close()
+
+
 def test_the_snapshot_shows_what_was_recorded_while_the_catalog_is_open(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     catalog.record(request("r1", state="offered"), Position())
@@ -228,6 +295,68 @@ def test_a_snapshot_that_was_cut_short_leaves_the_one_before(tmp_path: Path, mon
 def test_without_a_snapshot_the_reader_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(CatalogError, match="no catalog snapshot"):
         open_snapshot(tmp_path)
+
+
+def snapshot_of(folder: Path) -> Path:
+    catalog = Catalog(folder)
+    catalog.record(request("r1", state="offered"), Position())
+    catalog.snapshot()
+    catalog.close()
+    return folder
+
+
+def test_a_question_to_the_snapshot_gives_columns_and_rows(tmp_path: Path) -> None:
+    answer = ask_snapshot(
+        snapshot_of(tmp_path), "SELECT request_id, state FROM requests WHERE state = ?", ["offered"]
+    )
+    assert answer.columns == ("request_id", "state")
+    assert answer.records == [{"request_id": "r1", "state": "offered"}]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM requests",
+        "CREATE TABLE t AS SELECT 1",
+        "COPY requests TO '{target}'",
+        "COPY (SELECT 1) TO '{target}'",
+        "SET threads = 3",
+        "ATTACH '{target}'",
+        "SELECT 1; DROP VIEW requests",
+        "",
+    ],
+)
+def test_whoever_asks_the_snapshot_only_reads(tmp_path: Path, sql: str) -> None:
+    target = tmp_path / "target"
+    with pytest.raises(CatalogError, match="only one statement that reads"):
+        ask_snapshot(snapshot_of(tmp_path / "c"), sql.format(target=target))
+    assert not target.exists()
+
+
+def test_whoever_asks_the_snapshot_reads_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("a\n1\n")
+    with pytest.raises(CatalogError, match="Cannot access file"):
+        ask_snapshot(snapshot_of(tmp_path / "c"), f"FROM '{tmp_path}/secret.csv'")
+
+
+def test_a_question_with_a_mistake_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="colour"):
+        ask_snapshot(snapshot_of(tmp_path), "SELECT colour FROM requests")
+
+
+def test_an_export_is_the_tables_as_parquet(tmp_path: Path) -> None:
+    paths = export_snapshot(snapshot_of(tmp_path / "c"), tmp_path / "new" / "folder")
+    assert sorted(path.name for path in paths) == [
+        f"{name}.parquet" for name in ("attempts", "minutes", "models", "requests", "workers")
+    ]
+    exported = tmp_path / "new" / "folder" / "requests.parquet"
+    assert duckdb.sql(f"SELECT request_id FROM '{exported}'").fetchall() == [("r1",)]
+
+
+def test_an_export_into_what_is_no_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CatalogError, match="cannot be written to"):
+        export_snapshot(snapshot_of(tmp_path / "c"), tmp_path / "file")
 
 
 def test_a_folder_with_a_quote_in_its_name_works(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_a_kind_from_a_newer_version_is_a_fact_without_rows() -> None:
 
 def test_the_life_of_a_request_folds_into_one_row_and_one_for_each_attempt() -> None:
     facts = [
-        Fact("submitted", 10, "r1", 1, model="m", details={"prompt_tokens": 5}),
-        Fact("claimed", 20, "r1", 1, "w1", "m", {"next_index": 0}),
+        Fact("submitted", 10, "r1", 1, model="m", details={"prompt_tokens": 5, "stream": 1, "end_user": "u"}),
+        Fact("claimed", 20, "r1", 1, "w1", "m", {"next_index": 0, "fingerprint": "f"}),
         Fact("first_token", 30, "r1", 1, "w1", "m", {"cached": 4}),
         Fact("lost", 40, "r1", 1, "w1", "m", {"reason": "worker_lost", "next_index": 7}),
         Fact("reoffered", 40, "r1", 2, "", "m", {"reason": "worker_lost", "next_index": 7}),
@@ -77,6 +77,10 @@ def test_the_life_of_a_request_folds_into_one_row_and_one_for_each_attempt() -> 
             "worker": "w2",
             "num_attempts": 2,
             "num_prompt_tokens": 5,
+            "is_streamed": True,
+            "is_idempotent": False,
+            "end_user": "u",
+            "fingerprint": "f",
             "num_output_tokens": 9,
             "num_cached_tokens": 6,
             "submitted_ms": 10,
@@ -91,6 +95,7 @@ def test_the_life_of_a_request_folds_into_one_row_and_one_for_each_attempt() -> 
         "request_id": "r1",
         "attempt": 1,
         "worker": "w1",
+        "fingerprint": "f",
         "outcome": "lost",
         "reason": "worker_lost",
         "first_index": 0,
@@ -124,6 +129,7 @@ def test_a_worker_that_joins_tells_about_itself_and_its_model() -> None:
         "fingerprint": "fp",
         "variant": "fp32",
         "max_model_len": 9,
+        "architecture": "llama",
     }
     rows = fold([Fact("worker_joined", 5, worker="w1", model="m", details=info), Fact("worker_left", 9, worker="w1")])
     (worker,) = rows["workers"]
@@ -133,6 +139,7 @@ def test_a_worker_that_joins_tells_about_itself_and_its_model() -> None:
         {
             "model": "m",
             "fingerprint": "fp",
+            "architecture": "llama",
             "variant": "fp32",
             "max_model_len": 9,
             "first_seen_ms": 5,

@@ -12,7 +12,10 @@ from redis.exceptions import ConnectionError
 
 from bridge.catalog import Catalog, CatalogError, Position
 from bridge.recorder import DAY_MS, FORGET_EVERY_MS, Recorder
+from decode.sampling import SamplingParams
 from tasks import keys
+from tasks.contract import GenerationJob
+from tasks.record import Idempotency, Origin
 from tests.bridge.cell import Cell
 
 
@@ -79,6 +82,45 @@ def test_the_scripts_own_facts_are_understood(cell: Cell, catalog: Catalog) -> N
     ) == [("w1", "h", "cpu", "fp1", 8, 1000, 2000)]
     assert catalog.query("SELECT model, fingerprint, variant, max_model_len FROM models") == [
         ("m", "fp1", "fp32", 100)
+    ]
+
+
+def test_who_asked_and_how_is_recorded_with_every_choice(cell: Cell, catalog: Catalog) -> None:
+    cell.join("w1", 1000)
+    jobs = [
+        GenerationJob(request_id, "m", (1, 2), SamplingParams(max_tokens=9), 1000, "flex")
+        for request_id in ("x", "x.1")
+    ]
+    cell.records.submit(
+        jobs,
+        reader=None,
+        max_waiting=9,
+        idempotency=Idempotency("key", "digest"),
+        origin=Origin("team", "u1", "chat", is_streamed=True),
+        now_ms=1000,
+    )
+    cell.offer("plain", 1000)
+    drain(recorder_of(cell, catalog))
+    columns = (
+        "request_id, answer_id, num_choices, kind, service_class, api_key, end_user, is_streamed, is_idempotent,"
+        " num_prompt_tokens, max_tokens"
+    )
+    assert catalog.query(f"SELECT {columns} FROM requests ORDER BY 1") == [
+        ("plain", "plain", 1, None, "default", None, None, False, False, 3, 9),
+        ("x", "x", 2, "chat", "flex", "team", "u1", True, True, 2, 9),
+        ("x.1", "x", 2, "chat", "flex", "team", "u1", True, True, 2, 9),
+    ]
+
+
+def test_why_a_request_failed_is_recorded_and_no_message_of_one_that_did_not(cell: Cell, catalog: Catalog) -> None:
+    cell.join("w1", 1000)
+    for request_id, state in (("bad", "failed"), ("left", "cancelled")):
+        cell.offer(request_id, 1000)
+        cell.records.close(request_id, state, "why", "a message", now_ms=1010)  # type: ignore[arg-type]
+    drain(recorder_of(cell, catalog))
+    assert catalog.query("SELECT request_id, reason, message FROM requests ORDER BY 1") == [
+        ("bad", "why", "a message"),
+        ("left", "why", None),
     ]
 
 
@@ -412,6 +454,22 @@ def test_facts_older_than_the_days_to_keep_are_forgotten_now_and_then(cell: Cell
     clock.now_ms = 1_000_000_000_000 + FORGET_EVERY_MS
     recorder.tick()
     assert ids(catalog) == []
+
+
+def test_a_catalog_beyond_its_bound_forgets_what_ended_first_with_its_next_upkeep(
+    cell: Cell, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[int] = []
+    monkeypatch.setattr(catalog, "shrink_to", lambda max_bytes: bounds.append(max_bytes) or 0)
+    clock = Clock()
+    recorder = recorder_of(cell, catalog, clock_ms=clock, max_mb=17)
+    recorder.tick()
+    clock.now_ms += FORGET_EVERY_MS - 1
+    recorder.tick()
+    assert bounds == [17_000_000]
+    clock.now_ms += 1
+    recorder.tick()
+    assert bounds == [17_000_000] * 2
 
 
 def test_a_last_round_records_what_is_there_and_leaves_a_fresh_snapshot(cell: Cell, catalog: Catalog) -> None:
