@@ -279,7 +279,7 @@ class EngineLoop:
                 log.warning("out of device memory, num_preempted=%d: %s", shed.num_preempted, error)
             else:
                 log.error("out of device memory with a single token: %s", error)
-                self._give_up("drain", {sequence_id: "engine_error" for sequence_id in self._engine.admitted_ids})
+                self._give_up("drain", dict.fromkeys(self._engine.admitted_ids, "engine_error"))
         except Exception:
             log.exception("the engine failed in a step, num_live=%d", len(self._live))
             self._give_up("engine_error")

@@ -27,7 +27,10 @@ Main database (N):
 | tf:metrics:<process>     | string | every process              | web, for a scrape     | 60 s after the last     |
 | tf:metrics               | set    | every process              | web, for a scrape     | 60 s after the last     |
 | tf:bridge                | string | the active bridge          | standby bridges       | its lease               |
-| tf:wake:<queue>          | list   | `tasks.submit.wake`        | idle consumers        | 60 s, MAX_WAKE_TOKENS   |
+| tf:wake:<queue>          | list   | submit, enqueue, `wake`    | idle consumers        | 60 s, MAX_WAKE_TOKENS   |
+
+A submit whose reply did not come is forestalled: if it has not arrived, the record of a request that is over takes
+its place for FORESTALL_MS.
 
 The end of a request with several choices is the end of the last of them: until then all of its keys stay.
 
@@ -65,6 +68,8 @@ METRICS = "tf:metrics:%s"
 MEASURED = "tf:metrics"
 BRIDGE = "tf:bridge"
 WAKE = "tf:wake:%s"
+MESSAGE_LIST = "%s:%s"
+MESSAGES = "%s:%s.msgs"
 
 QUEUE_NEW = "generate.%s"
 QUEUE_CLASS = "generate.%s.%s"
@@ -170,12 +175,12 @@ def worker_wake(worker_id: str) -> str:
 
 def message_list(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:
     """Dramatiq's list of the message ids waiting in `queue` (Dramatiq's database)."""
-    return f"{namespace}:{queue}"
+    return MESSAGE_LIST % (namespace, queue)
 
 
 def messages(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:
     """Dramatiq's hash message id -> message of `queue`."""
-    return f"{namespace}:{queue}.msgs"
+    return MESSAGES % (namespace, queue)
 
 
 def message_acks(queue: str, broker_id: str, namespace: str = QUEUE_NAMESPACE) -> str:
@@ -192,8 +197,9 @@ def lua_constants() -> str:
     """The templates and limits above as Lua locals, put before every script."""
     names = (
         "REQUEST OUT READERS_OF IDEMPOTENCY DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS WORKER HELD READERS"
-        " READER_OPEN EVENTS QUEUE_AGAIN QUEUE_CONTINUE"
+        " READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
     )
+    numbers = ("MAX_EVENTS", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
-    lines += [f"local {name} = {globals()[name]}" for name in ("MAX_EVENTS", "CLAIMS_BUCKET_MS")]
+    lines += [f"local {name} = {globals()[name]}" for name in numbers]
     return "\n".join([*lines, ""])

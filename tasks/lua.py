@@ -19,6 +19,8 @@ from tasks import keys
 Argument = str | bytes | int
 NAMES = (
     "submit",
+    "enqueue",
+    "forestall",
     "attach",
     "detach",
     "reader_leave",

@@ -5,6 +5,7 @@ Owns the types and their meaning. Refuses to know how anything is asked: that is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,15 @@ class Origin:
 
 
 UNKNOWN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What a submit puts into Dramatiq's queues, in the same instant: for each choice the id of a message, and it."""
+
+    place: str
+    """`tasks.submit.place_of` has its parts."""
+    items: Sequence[tuple[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from tasks.moves import (
     Claimed,
     Failed,
     Idempotency,
+    Messages,
     Origin,
     Outlook,
     RecordState,
@@ -63,6 +64,7 @@ __all__ = [
     "Claimed",
     "Failed",
     "Idempotency",
+    "Messages",
     "Origin",
     "Outlook",
     "RecordState",
@@ -84,6 +86,8 @@ gets lost (`bridge.reader`: 3.5 s) and the second between two renewals: otherwis
 cancelled for it. Below the 5 s in which its death has to show."""
 IDEMPOTENT_GRACE_MS = 10_000
 """How long a request with an idempotency key waits for the retry of a client that has lost its connection."""
+FORESTALL_MS = 60_000
+"""How late a submit may arrive that its sender has given up; it waits in buffers of the network."""
 CLAIM_RATE_MS = 30_000
 """The time over which the rate of claims is measured."""
 MAX_RETRY_AFTER_S = 120
@@ -127,22 +131,26 @@ class RequestRecords(Leases):
         answer: bytes = b"",
         idempotency: Idempotency | None = None,
         origin: Origin = UNKNOWN,
+        messages: Messages | None = None,
         nonce: str | None = None,
         now_ms: int | None = None,
     ) -> Submitted:
         """Put all choices of one request on offer (attempt 1), or none; `jobs` are of one model and one class.
 
         A request whose id or idempotency key is known is joined instead: nothing is made, and `reader` reads it too.
+        But a key is free for the same request again once its first one has failed or ended for want of readers.
         `answer` is kept with choice 0 for `answer()`; `origin` is for the catalog. `max_waiting` bounds the offers of
-        this class and those above. Raises QueueFull, NoWorker, IdempotencyConflict.
+        this class and those above; `messages` are enqueued if the request is made. Raises QueueFull, NoWorker,
+        IdempotencyConflict.
         """
         first = jobs[0]
         above = up_to(first.priority)
         choices: list[Argument] = []
+        items = [("", b"")] * len(jobs) if messages is None else messages.items
         for number, job in enumerate(jobs):
             queue = keys.queue_new(job.model, job.priority)
             said = _submitted_details(jobs, number, origin, idempotency is not None)
-            choices += (job.request_id, job.model, job.priority, queue, encode_job(job), said)
+            choices += (job.request_id, job.model, job.priority, queue, encode_job(job), said, *items[number])
         reply = self._scripts.call(
             "submit",
             now_ms,
@@ -158,6 +166,7 @@ class RequestRecords(Leases):
             "" if idempotency is None else idempotency.digest,
             0 if idempotency is None else IDEMPOTENT_GRACE_MS,
             " ".join(above),
+            "" if messages is None else messages.place,
             *choices,
         )
         match reply[0]:
@@ -169,6 +178,13 @@ class RequestRecords(Leases):
                 raise IdempotencyConflict(reply[1].decode())
             case _:
                 raise NoWorker(first.model)
+
+    def forestall(self, request_ids: Sequence[str], now_ms: int | None = None) -> None:
+        """Refuse a submit of these, given up before its reply came, if it has not arrived and still does.
+
+        What is there already stays as it is: `close` or `detach` it afterwards.
+        """
+        self._scripts.call("forestall", now_ms, FORESTALL_MS, *request_ids)
 
     def answer(self, request_id: str) -> bytes | None:
         """What was submitted as `answer` with this choice 0; None when it is unknown, or its time is over."""

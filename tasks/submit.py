@@ -1,13 +1,16 @@
-"""Putting an assignment on offer: the record, then the Dramatiq message, then a wake token.
+"""Putting an assignment on offer: the Dramatiq message and a wake token, for a new request together with its record.
 
-Owns that order. Refuses to know what happens next: a message that gets lost after the record was made is the
-watchdog's business (`RequestRecords.look`), so an accepted request never depends on the queue.
+Owns the messages. One script makes record, message and token, in one call: a request that is accepted is queued.
+Refuses to know what happens next: a message that gets lost all the same, or that Redis did not take for a further
+attempt, is the watchdog's business (`RequestRecords.look`), so an accepted request never depends on the queue.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
 
 from dramatiq.brokers.redis import RedisBroker
 from redis import Redis
@@ -16,7 +19,8 @@ from redis.exceptions import RedisError
 from tasks import keys
 from tasks.broker import assignment_message
 from tasks.contract import GenerationJob
-from tasks.record import UNKNOWN, Idempotency, Origin, Reoffer, RequestRecords, Submitted
+from tasks.lua import Scripts
+from tasks.record import UNKNOWN, Idempotency, Messages, Origin, Reoffer, RequestRecords, Submitted
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +29,10 @@ class Submitter:
     """Synchronous; web calls it in a thread."""
 
     def __init__(self, records: RequestRecords, broker: RedisBroker, redis: Redis) -> None:
-        """`redis` is the short client of the main database, for the wake tokens."""
+        """`redis` is the short client of the main database, `broker` is on Dramatiq's."""
         self._records = records
-        self._broker = broker
-        self._redis = redis
+        self._place = place_of(redis, broker)
+        self._scripts = Scripts(redis)
 
     def submit(
         self,
@@ -45,7 +49,9 @@ class Submitter:
 
         Raises QueueFull, NoWorker, IdempotencyConflict, redis.exceptions.RedisError (accepted or not).
         """
-        submitted = self._records.submit(
+        queues = [keys.queue_new(job.model, job.priority) for job in jobs]
+        items = [_item(queue, job.request_id, 1) for queue, job in zip(queues, jobs, strict=True)]
+        return self._records.submit(
             jobs,
             reader=reader,
             outlive_reader=outlive_reader,
@@ -53,22 +59,28 @@ class Submitter:
             answer=answer,
             idempotency=idempotency,
             origin=origin,
+            messages=Messages(self._place, items),
         )
-        if submitted.created:
-            for job in jobs:
-                self._enqueue(keys.queue_new(job.model, job.priority), job.request_id, submitted.attempt)
-        return submitted
 
     def requeue(self, reoffer: Reoffer) -> None:
         """Offer the next attempt of a request that was released or re-offered."""
-        self._enqueue(reoffer.queue, reoffer.request_id, reoffer.attempt)
-
-    def _enqueue(self, queue: str, request_id: str, attempt: int) -> None:
+        request_id, attempt, queue = reoffer.request_id, reoffer.attempt, reoffer.queue
         try:
-            self._broker.enqueue(assignment_message(queue, request_id, attempt))
-            wake(self._redis, queue)
+            self._scripts.call("enqueue", None, self._place, queue, *_item(queue, request_id, attempt))
         except RedisError as error:
             log.warning("%s attempt=%d: not enqueued, the watchdog will: %s", request_id, attempt, error)
+
+
+def place_of(redis: Redis, broker: RedisBroker) -> str:
+    """Where messages go, for the script: the numbers of the main and of Dramatiq's database, and its namespace."""
+    client: Any = broker.client
+    databases = (each.connection_pool.connection_kwargs.get("db", 0) for each in (redis, client))
+    return " ".join((*map(str, databases), broker.namespace))
+
+
+def _item(queue: str, request_id: str, attempt: int) -> tuple[str, bytes]:
+    """A message as Dramatiq keeps it: its id in the queue, and its bytes."""
+    return str(uuid4()), assignment_message(queue, request_id, attempt).encode()
 
 
 def wake(redis: Redis, queue: str) -> None:

@@ -56,6 +56,20 @@ local function is_live(model, worker)
   return lease and tonumber(lease) > now
 end
 
+-- Put a message into one of Dramatiq's queues and wake a consumer. `place`: the numbers of this database and of
+-- Dramatiq's, and its namespace, separated by spaces.
+local function enqueue(place, queue, message_id, message)
+  local here, there, namespace = place:match('(%d+) (%d+) (%S+)')
+  local wake = WAKE:format(queue)
+  redis.call('LPUSH', wake, '1')
+  redis.call('LTRIM', wake, 0, MAX_WAKE_TOKENS - 1)
+  redis.call('PEXPIRE', wake, WAKE_TTL_MS)
+  redis.call('SELECT', there)
+  redis.call('HSET', MESSAGES:format(namespace, queue), message_id, message)
+  redis.call('RPUSH', MESSAGE_LIST:format(namespace, queue), message_id)
+  redis.call('SELECT', here)
+end
+
 -- Somebody has to look at `r` at that time, or earlier if its readers have left.
 local function look_at(r, time)
   redis.call('ZADD', DUE, int(math.min(time, r.unread_ms or time)), r.id)

@@ -1,15 +1,15 @@
 -- All choices of one request, or none of them.
 -- now, nonce (the same again when re-sent), reader ('' = nobody's), outlives its readers (1/0), max_waiting,
 -- offer_deadline_ms, active_ttl_ms, reader_lease_ms, answer, idempotency key ('' = none), digest, grace_ms,
--- classes that come no later than this one (separated by spaces),
--- then for each choice: id, model, class, queue, job, details of its fact
+-- classes that come no later than this one (separated by spaces), where messages go (see `enqueue`),
+-- then for each choice: id, model, class, queue, job, details of its fact, message id, message ('' = none)
 -- Replies { 'ok', id of the first choice, its attempt, 1 if made by this call }, or a refusal.
 local nonce, reader, outlives, max_waiting = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local offer_deadline, active_ttl, reader_lease = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local answer, idempotency, digest, grace = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-local first, model = ARGV[14], ARGV[15]
+local first, model = ARGV[15], ARGV[16]
 local choices = {}
-for n = 14, #ARGV, 6 do
+for n = 15, #ARGV, 8 do
   choices[#choices + 1] = ARGV[n]
 end
 
@@ -31,17 +31,34 @@ local function known(id)
   return { 'ok', id, flat[1], flat[2] == nonce and 1 or 0 }
 end
 
+-- Whether one of these choices ended otherwise than its client may have wanted: who asks again wants another answer.
+local function was_let_down(names)
+  for choice in names:gmatch('%S+') do
+    local flat = redis.call('HMGET', REQUEST:format(choice), 'state', 'reason')
+    if flat[1] == 'failed' or flat[1] == 'cancelled' and flat[2] == 'disconnect' then
+      return true
+    end
+  end
+  return false
+end
+
 local key = IDEMPOTENCY:format(idempotency)
 if idempotency ~= '' then
   -- A key lives as long as the record that it names; one whose record is gone already is free.
   local owner = redis.call('HMGET', key, 'id', 'digest')
-  if owner[1] and redis.call('EXISTS', REQUEST:format(owner[1])) == 1 then
-    return owner[2] == digest and known(owner[1]) or { 'conflict', owner[1] }
+  local its_choices = owner[1] and redis.call('HGET', REQUEST:format(owner[1]), 'choices')
+  if its_choices and owner[2] ~= digest then
+    return { 'conflict', owner[1] }
+  end
+  if its_choices and not was_let_down(its_choices) then
+    return known(owner[1])
   end
 end
-local again = known(first)
-if again then
-  return again
+for _, choice in ipairs(choices) do
+  local again = known(choice)
+  if again then
+    return again
+  end
 end
 
 if redis.call('ZCOUNT', WORKERS:format(model), '(' .. int(now), '+inf') == 0 then
@@ -57,7 +74,7 @@ if num_waiting + #choices > max_waiting then
   return { 'full', int(num_waiting) }
 end
 
-for n = 14, #ARGV, 6 do
+for n = 15, #ARGV, 8 do
   local id, class = ARGV[n], ARGV[n + 2]
   local req, waiting = REQUEST:format(id), WAITING:format(model, class)
   redis.call('HSET', req, 'state', 'offered', 'attempt', '1', 'model', model, 'class', class, 'job', ARGV[n + 4],
@@ -72,6 +89,9 @@ for n = 14, #ARGV, 6 do
     attach(id, reader, reader_lease, active_ttl)
   end
   event('submitted', id, '1', '', model, ARGV[n + 5])
+  if ARGV[n + 7] ~= '' then
+    enqueue(ARGV[14], ARGV[n + 3], ARGV[n + 6], ARGV[n + 7])
+  end
 end
 if answer ~= '' then
   redis.call('HSET', REQUEST:format(first), 'answer', answer)

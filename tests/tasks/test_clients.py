@@ -11,8 +11,9 @@ from redis.connection import BlockingConnectionPool
 from redis.exceptions import ConnectionError, TimeoutError
 
 from tasks import keys
-from tasks.broker import assignment_message, build_broker
+from tasks.broker import AssignmentMessage, assignment_message, build_broker
 from tasks.clients import MAX_BLOCK_S, Use, connect
+from tasks.errors import QueueFull
 from tasks.record import Reoffer
 from tasks.submit import Submitter
 from tests.conftest import RedisServer
@@ -103,20 +104,54 @@ def test_a_repeated_submit_sends_no_second_message(redis_server: RedisServer) ->
     assert cell.queue.llen(keys.message_list(keys.queue_new(MODEL))) == 1
 
 
-@pytest.mark.parametrize("step", ["message", "wake token"])
-def test_once_the_record_is_made_the_request_is_accepted_whatever_the_queue_says(
-    fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch, step: str
+def test_several_choices_are_queued_in_the_one_call_that_makes_their_records(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell(redis_server)
+    cell.join("w1", lease_ms=10**13)
+    submitter = Submitter(cell.records, build_broker(cell.queue), cell.redis)
+    calls: list[str] = []
+    send = cell.redis.execute_command
+    monkeypatch.setattr(
+        cell.redis, "execute_command", lambda *args, **kw: (calls.append(args[0]), send(*args, **kw))[1]
+    )
+    submitter.submit([job("x"), job("x.1")], reader="web", max_waiting=9)
+    assert set(calls) <= {"EVALSHA", "EVAL"}
+    assert calls.count("EVALSHA") == 1
+    assert cell.queue.llen(keys.message_list(keys.queue_new(MODEL))) == 2
+    assert cell.redis.llen(keys.wake(keys.queue_new(MODEL))) == 2
+
+
+def test_a_refused_submit_queues_nothing(redis_server: RedisServer) -> None:
+    cell = Cell(redis_server)
+    cell.join("w1", lease_ms=10**13)
+    submitter = Submitter(cell.records, build_broker(cell.queue), cell.redis)
+    with pytest.raises(QueueFull):
+        submitter.submit([job()], reader="web", max_waiting=0)
+    assert cell.queue.keys() == []
+
+
+def test_what_was_queued_is_a_message_of_dramatiqs_with_its_assignment(redis_server: RedisServer) -> None:
+    cell = Cell(redis_server)
+    cell.join("w1", lease_ms=10**13)
+    broker: Any = build_broker(cell.queue)
+    Submitter(cell.records, broker, cell.redis).submit([job()], reader="web", max_waiting=9)
+    [raw] = broker.do_fetch(keys.queue_new(MODEL), 1)
+    assert AssignmentMessage.decode(raw).args == ("r1", 1)
+
+
+def test_a_further_attempt_that_redis_does_not_take_is_left_to_the_watchdog(
+    fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = Cell(fake_server)
-    cell.join("w1", lease_ms=10**13)
-    broker = build_broker(cell.queue)
-    redis = fake_server.connect()
+    submitter = Submitter(cell.records, build_broker(cell.queue), cell.redis)
 
     def away(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("away")
 
-    monkeypatch.setattr(*((broker, "enqueue", away) if step == "message" else (redis, "pipeline", away)))
-    submitter = Submitter(cell.records, broker, redis)
-    assert submitter.submit([job()], reader="web", max_waiting=9).created
+    monkeypatch.setattr(cell.redis, "evalsha", away)
     submitter.requeue(Reoffer("r1", 2, keys.queue_again(MODEL)))
-    assert cell.state().state == "offered"
+    monkeypatch.undo()
+    submitter.requeue(Reoffer("r1", 2, keys.queue_again(MODEL)))
+    assert cell.queue.llen(keys.message_list(keys.queue_again(MODEL))) == 1
+    assert cell.redis.llen(keys.wake(keys.queue_again(MODEL))) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from tasks import keys
 from tasks.contract import Priority
-from tasks.errors import IdempotencyConflict, QueueFull
-from tasks.record import MAX_RETRY_AFTER_S, Idempotency, Submitted, retry_after_s
+from tasks.errors import IdempotencyConflict, QueueFull, Stale
+from tasks.record import (
+    FORESTALL_MS,
+    IDEMPOTENT_GRACE_MS,
+    MAX_RETRY_AFTER_S,
+    Idempotency,
+    Refused,
+    Submitted,
+    retry_after_s,
+)
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, job
 
@@ -145,6 +153,103 @@ def test_a_finished_request_is_joined_while_its_stream_is_kept(cell: Cell) -> No
     assert submit(cell, "y", idempotency=KEY) == Submitted("x", 1, False)
     assert cell.records.open_of("web") == []
     assert 0 < cell.redis.pttl(keys.idempotency(KEY.key)) <= 7000
+
+
+def fail(cell: Cell, request_id: str) -> None:
+    cell.records.close(request_id, "failed", "engine_error", now_ms=cell.now_ms)
+
+
+def lose_readers(cell: Cell, request_id: str) -> None:
+    cell.records.detach([request_id], "web", now_ms=cell.now_ms)
+    cell.now_ms += IDEMPOTENT_GRACE_MS
+    cell.records.look(request_id, False, cell.now_ms)
+
+
+@pytest.mark.parametrize("let_down", [fail, lose_readers])
+def test_a_request_that_was_let_down_is_generated_anew_when_it_is_repeated(
+    cell: Cell, let_down: Callable[[Cell, str], None]
+) -> None:
+    submit(cell, "x", "x.1", idempotency=KEY)
+    let_down(cell, "x.1")
+    cell.join("w1")
+    assert submit(cell, "y", "y.1", idempotency=KEY) == Submitted("y", 1, True)
+    assert cell.state("y").state == "offered"
+    assert submit(cell, "z", "z.1", idempotency=KEY) == Submitted("y", 1, False), "the key names the new one"
+    with pytest.raises(IdempotencyConflict):
+        submit(cell, "z", idempotency=Idempotency(KEY.key, "another"))
+
+
+def test_another_body_under_the_key_of_a_failed_request_is_a_conflict_still(cell: Cell) -> None:
+    submit(cell, "x", idempotency=KEY)
+    fail(cell, "x")
+    with pytest.raises(IdempotencyConflict):
+        submit(cell, "y", idempotency=Idempotency(KEY.key, "another"))
+
+
+def test_a_stopped_request_is_joined_for_its_client_wanted_that_end(cell: Cell) -> None:
+    submit(cell, "x", idempotency=KEY)
+    cell.records.close("x", "cancelled", "stopped", now_ms=cell.now_ms)
+    assert submit(cell, "y", idempotency=KEY) == Submitted("x", 1, False)
+
+
+def test_a_failed_submit_that_comes_again_late_is_not_made_again(cell: Cell) -> None:
+    submit(cell, "x", idempotency=KEY, nonce="1")
+    fail(cell, "x")
+    submit(cell, "x", idempotency=KEY, nonce="1")
+    assert cell.state("x").state == "failed"
+    submit(cell, "y", idempotency=KEY, nonce="2")
+    assert submit(cell, "x", idempotency=KEY, nonce="1") == Submitted("y", 1, False)
+
+
+def test_a_key_that_cannot_be_served_anew_still_names_the_failed_request(cell: Cell) -> None:
+    submit(cell, "x", idempotency=KEY)
+    fail(cell, "x")
+    with pytest.raises(QueueFull):
+        submit(cell, "y", idempotency=KEY, max_waiting=0)
+    assert submit(cell, "y", idempotency=KEY).created
+
+
+# -- submits that were given up
+
+
+def test_a_submit_that_arrives_after_it_was_given_up_is_refused(cell: Cell) -> None:
+    cell.records.forestall(["x", "x.1"], cell.now_ms)
+    assert not cell.records.close("x", "cancelled", "not_accepted", now_ms=cell.now_ms)
+    assert submit(cell, "x", "x.1") == Submitted("x", 0, False)
+    assert (cell.state("x").state, cell.state("x").reason) == ("cancelled", "not_accepted")
+    assert cell.records.num_waiting(MODEL) == 0
+    assert cell.records.open_of("web") == []
+
+
+def test_one_choice_that_was_given_up_is_enough_to_refuse_the_request(cell: Cell) -> None:
+    cell.records.forestall(["x.1"], cell.now_ms)
+    assert not submit(cell, "x", "x.1").created
+    assert cell.state("x") is None
+
+
+def test_a_submit_with_a_key_that_arrives_after_it_was_given_up_leaves_the_key_free(cell: Cell) -> None:
+    cell.records.forestall(["x"], cell.now_ms)
+    assert not submit(cell, "x", idempotency=KEY).created
+    assert submit(cell, "y", idempotency=KEY) == Submitted("y", 1, True)
+
+
+def test_what_had_arrived_when_it_was_given_up_is_left_as_it_is(cell: Cell) -> None:
+    submit(cell, "x")
+    cell.records.forestall(["x"], cell.now_ms)
+    assert cell.state("x").state == "offered"
+    assert cell.records.close("x", "cancelled", "not_accepted", now_ms=cell.now_ms)
+
+
+def test_what_was_given_up_is_remembered_for_a_while_only_and_can_do_nothing(cell: Cell) -> None:
+    cell.records.forestall(["x"], cell.now_ms)
+    assert 0 < cell.redis.pttl(keys.request("x")) <= FORESTALL_MS
+    with pytest.raises(Stale):
+        cell.claim("x", 0)
+    assert cell.records.attach(["x"], "web", cell.now_ms) == [False]
+    assert cell.records.detach(["x"], "web", now_ms=cell.now_ms) == []
+    assert cell.records.look("x", True, cell.now_ms) is None
+    assert cell.append(0, 5, request_id="x", attempt=0) == Refused("closed")
+    assert cell.stream("x") == []
 
 
 def test_a_key_whose_record_has_expired_is_free_for_any_body(cell: Cell) -> None:
