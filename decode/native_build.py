@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-_COMPILERS = ("g++", "c++", "clang++")
+COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
     "-O3",
     "-std=c++20",
@@ -32,7 +32,7 @@ class NativeUnavailable(RuntimeError):
     """The native decoder cannot serve here; the message says why and what would help."""
 
 
-def build_native(cache_dir: Path, *, portable: bool = False, compilers: tuple[str, ...] = _COMPILERS) -> Path:
+def build_native(cache_dir: Path, *, portable: bool = False, compilers: tuple[str, ...] = COMPILERS) -> Path:
     """The compiled library, made now if it is not in `cache_dir`. `portable` leaves out the AVX-512 and AVX2 kernels.
 
     Takes some seconds the first time. Safe against several processes at once: the file appears whole or not at all.
