@@ -1,0 +1,241 @@
+// The playground: a chat over the server's own API, with what each answer cost.
+// Owns the conversation, which is nowhere else than in this page. Text of a model goes in as text, never as HTML.
+
+import { ask, events, Refused } from "/dashboard/server.js";
+
+const $ = (id) => document.getElementById(id);
+
+export function startPlayground({ say, duration, openTimeline, element }) {
+  let messages = [];
+  let running = null;
+
+  async function loadModels() {
+    try {
+      const { data } = await (await ask("/v1/models")).json();
+      const chosen = $("chat-model").value;
+      $("chat-model").replaceChildren(...data.map(({ id }) => element("option", { value: id, text: id })));
+      if (chosen) $("chat-model").value = chosen;
+    } catch {
+      // The page says already that the server cannot be reached, or wants a key; sending says it again.
+    }
+  }
+
+  function bubble(role, label) {
+    $("talk-empty").hidden = true;
+    const text = element("div", { class: "text" });
+    const cost = element("p", { class: "dim cost" });
+    const node = element("article", { class: `turn ${role}`, "aria-label": label }, text, cost);
+    $("talk").append(node);
+    $("talk").scrollTop = $("talk").scrollHeight;
+    return { node, text, cost };
+  }
+
+  function body(text) {
+    const system = $("chat-system").value.trim();
+    const asked = {
+      model: $("chat-model").value,
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: text }],
+      max_completion_tokens: Number($("chat-max").value),
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+    if ($("chat-temperature").value !== "") asked.temperature = Number($("chat-temperature").value);
+    if ($("chat-tokens").checked) asked.logprobs = true;
+    return asked;
+  }
+
+  async function send(text) {
+    const asked = body(text);
+    bubble("user", "You").text.textContent = text;
+    const answer = new Answer(bubble("assistant", "The model"), { duration, openTimeline, element, showTokens: Boolean(asked.logprobs) });
+    running = answer;
+    setRunning(true);
+    try {
+      const response = await ask("/v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal: answer.control.signal });
+      for await (const data of events(response)) {
+        if (data === "[DONE]") break;
+        answer.take(JSON.parse(data));
+        follow();
+      }
+      answer.end();
+      if (answer.content) messages.push({ role: "user", content: text }, { role: "assistant", content: answer.content });
+      say(answer.summary());
+    } catch (error) {
+      answer.fail(error instanceof Refused ? error.message : "The connection was lost.");
+      say("The answer failed.");
+    } finally {
+      running = null;
+      setRunning(false);
+      follow();
+    }
+  }
+
+  /** Stays at the end of the conversation, unless the reader has scrolled up. */
+  function follow() {
+    const talk = $("talk");
+    if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80) talk.scrollTop = talk.scrollHeight;
+  }
+
+  function setRunning(isRunning) {
+    const hadFocus = [$("chat-send"), $("chat-stop")].includes(document.activeElement);
+    $("chat-send").hidden = isRunning;
+    $("chat-stop").hidden = !isRunning;
+    $("chat-stop").disabled = false;
+    if (hadFocus) (isRunning ? $("chat-stop") : $("chat-text")).focus();
+  }
+
+  async function stop() {
+    if (!running) return;
+    const answer = running;
+    $("chat-stop").disabled = true;
+    answer.isStopped = true;
+    if (!answer.id) {
+      answer.control.abort();
+      return;
+    }
+    try {
+      await ask(`/v1/chat/completions/${encodeURIComponent(answer.id)}/cancel`, { method: "POST" });
+    } catch {
+      answer.control.abort();
+    }
+  }
+
+  $("chat-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = $("chat-text").value.trim();
+    if (!text || running) return;
+    $("chat-text").value = "";
+    send(text);
+  });
+  $("chat-text").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      $("chat-form").requestSubmit();
+    }
+  });
+  $("chat-stop").addEventListener("click", stop);
+  $("chat-new").addEventListener("click", () => {
+    stop();
+    messages = [];
+    for (const turn of $("talk").querySelectorAll(".turn")) turn.remove();
+    $("talk-empty").hidden = false;
+    $("chat-text").focus();
+  });
+
+  return { loadModels };
+}
+
+/** One answer as it comes in: its text, and its times as this page sees them. */
+class Answer {
+  constructor({ node, text, cost }, { duration, openTimeline, element, showTokens }) {
+    Object.assign(this, { node, text, cost, duration, openTimeline, element, showTokens });
+    this.control = new AbortController();
+    this.content = "";
+    this.id = "";
+    this.reason = "";
+    this.error = "";
+    this.usage = null;
+    this.numPieces = 0;
+    this.isStopped = false;
+    this.begunMs = performance.now();
+    this.firstMs = this.lastMs = 0;
+    node.classList.add("open");
+    this.showCost();
+  }
+
+  take(chunk) {
+    if (chunk.error) {
+      if (!this.isStopped) this.error = chunk.error.message;
+      return;
+    }
+    this.id ||= chunk.id;
+    if (chunk.usage) this.usage = chunk.usage;
+    for (const choice of chunk.choices ?? []) {
+      const { content, reasoning_content: thought } = choice.delta ?? {};
+      if (content || thought) this.clock();
+      if (thought) this.append(thought, "thought");
+      if (content) {
+        this.content += content;
+        if (!this.showTokens) this.append(content, "");
+      }
+      if (this.showTokens) this.tokens(choice.logprobs?.content ?? []);
+      if (choice.finish_reason) this.reason = choice.finish_reason;
+    }
+    this.showCost();
+  }
+
+  clock() {
+    this.lastMs = performance.now();
+    this.firstMs ||= this.lastMs;
+    this.numPieces += 1;
+  }
+
+  append(text, kind) {
+    const last = this.text.lastElementChild;
+    if (last && last.className === kind) {
+      last.append(text);
+    } else {
+      this.text.append(this.element("span", { class: kind, text }));
+    }
+  }
+
+  tokens(list) {
+    for (const { token, logprob } of list) {
+      const likely = Math.exp(logprob);
+      const node = this.element("span", { class: "token", text: token, title: `${(likely * 100).toFixed(1)} %, log probability ${logprob.toFixed(3)}` });
+      node.dataset.likely = likely > 0.8 ? "high" : likely > 0.3 ? "middle" : "low";
+      this.text.append(node);
+    }
+  }
+
+  end() {
+    this.node.classList.remove("open");
+    if (this.error) {
+      this.fail(this.error);
+      return;
+    }
+    if (this.isStopped) this.reason = "stopped";
+    this.showCost();
+  }
+
+  fail(message) {
+    this.node.classList.remove("open");
+    if (this.isStopped) {
+      this.reason = "stopped";
+    } else {
+      this.node.classList.add("failed");
+      this.append(` ${message}`, "bad");
+    }
+    this.showCost();
+  }
+
+  figures() {
+    const parts = [];
+    const count = this.usage?.completion_tokens;
+    if (this.firstMs) parts.push(`first token ${this.duration(this.firstMs - this.begunMs)}`);
+    const elapsed = (this.lastMs - this.firstMs) / 1000;
+    const steps = (count ?? this.numPieces) - 1;
+    if (elapsed > 0.02 && steps > 0) parts.push(`${(steps / elapsed).toFixed(1)} tokens/s`);
+    if (count !== undefined) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      parts.push(`${count} tokens`, `prompt ${this.usage.prompt_tokens}, cached ${cached}`);
+    }
+    if (this.reason) parts.push(this.reason);
+    return parts;
+  }
+
+  summary() {
+    return this.error ? "The answer failed." : `Answer complete: ${this.figures().join(", ")}`;
+  }
+
+  showCost() {
+    const line = this.figures().join(" · ") || "waiting";
+    this.line ??= this.cost.appendChild(this.element("span"));
+    this.line.textContent = line;
+    if (this.id && !this.button) {
+      this.button = this.element("button", { type: "button", class: "link", text: "timeline" });
+      this.button.addEventListener("click", () => this.openTimeline(this.id));
+      this.cost.append(" ", this.button);
+    }
+  }
+}
