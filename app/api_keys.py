@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from falcon.asgi import Request, Response
@@ -97,12 +97,14 @@ class KeyFile:
 class ApiKeys:
     """Falcon middleware: a request without a valid key ends here."""
 
-    def __init__(self, keys: KeyFile | None) -> None:
+    def __init__(self, keys: KeyFile | None, open_paths: Sequence[str] = OPEN_PATHS) -> None:
+        """`open_paths` need no key."""
         self._keys = keys
+        self._open_paths = frozenset(open_paths)
 
     async def process_request(self, req: Request, resp: Response) -> None:
         # A browser asks without a key whether it may ask with one.
-        if self._keys is None or req.method == "OPTIONS" or req.path in OPEN_PATHS:
+        if self._keys is None or req.method == "OPTIONS" or req.path in self._open_paths:
             return
         scheme, _, key = (req.get_header("authorization") or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
