@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from bridge.sse import KEEP_ALIVE
 from tasks.contract import EndState, StreamEvent, TerminalEvent, TokenEvent
 
 logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 4.0
+"""Twice of it is less than the read time-outs of proxies that people set: 10 s at the least, 60 s by default."""
 
 
 class ClientGone(Exception):
@@ -77,14 +81,19 @@ class Relay:
         renderer: Renderer,
         control: Control,
         *,
-        keep_alive_s: float = 10.0,
+        keep_alive_s: float = KEEP_ALIVE_S,
         outlet: Outlet | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._streams = streams
         self._renderer = renderer
         self._control = control
         self._keep_alive_s = keep_alive_s
         self._outlet = outlet
+        self._clock = clock
+        self._spoke_s = clock()
+        self.num_bytes_written = 0
+        """Through the outlet."""
         self._is_opened = False
         self._is_over = False
         self._open = set(range(len(streams)))
@@ -136,6 +145,7 @@ class Relay:
         while True:
             batches = await self._streams.next(self._keep_alive_s)
             if not batches:
+                self._spoke_s = self._clock()
                 return KEEP_ALIVE
             data = b""
             for choice, events in batches:
@@ -145,8 +155,21 @@ class Relay:
                     data += self._end(choice, end)
                     if self._is_over:
                         return data
-            if data:
+            if data := self._audible(data):
                 return data
+
+    def _audible(self, data: bytes) -> bytes:
+        """`data`; a comment where there is none, and has been none for long though tokens came.
+
+        Text is held back while it may become a stop string or a call. Together with the waits the client hears
+        something every two keep-alive times at least.
+        """
+        now_s = self._clock()
+        if not data and now_s - self._spoke_s >= self._keep_alive_s:
+            data = KEEP_ALIVE
+        if data:
+            self._spoke_s = now_s
+        return data
 
     def _render(self, choice: int, events: list[StreamEvent], close: bool) -> bytes:
         if not events or choice in self._satisfied:
@@ -178,7 +201,8 @@ class Relay:
         if not self._outlet.is_ready or isinstance(events[-1], TerminalEvent):
             return False
         try:
-            if data := self._render(choice, events, close=True):
+            if data := self._audible(self._render(choice, events, close=True)):
+                self.num_bytes_written += len(data)
                 self._outlet.write(data)
         except Exception as error:
             self._streams.fail(error)

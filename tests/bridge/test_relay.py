@@ -148,6 +148,35 @@ def test_silence_becomes_keep_alive_comments() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("outlet", [None, Socket()])
+def test_tokens_without_text_for_long_become_keep_alive_comments_too(outlet: Socket | None) -> None:
+    """A client behind a proxy must not be cut off while text is held back."""
+
+    async def test(answer: Answer) -> None:
+        now_s = [0.0]
+        relay = Relay(answer.streams, Letters(), answer, keep_alive_s=4, outlet=outlet, clock=lambda: now_s[0])
+        heard = b""
+
+        async def read() -> None:
+            nonlocal heard
+            async for part in relay:
+                heard += part
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        for index in range(12):
+            now_s[0] += 1
+            answer.come(answer.say(index, "A" if index == 5 else "."))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        answer.come(TerminalEvent(12, 1, "finished", "length"))
+        await task
+        written = outlet.written if outlet is not None else heard
+        assert written.replace(b"[", b"").replace(b"finished]", b"") == KEEP_ALIVE + b"A" + KEEP_ALIVE
+
+    run(test)
+
+
 def test_a_stop_string_closes_the_request_once_and_later_tokens_are_not_shown() -> None:
     async def test(answer: Answer) -> None:
         assert await anext(answer.relay) == b"["
