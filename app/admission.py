@@ -82,6 +82,8 @@ class Ask:
     """Whether this process reads the answer from the start."""
     outlives_reader: bool = False
     idempotency: Idempotency | None = None
+    traceparent: str = ""
+    """The span that the workers' spans belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ def jobs_of(ask: Ask, limit: int) -> list[GenerationJob]:
             sampling=replace(sampling, max_tokens=max_tokens[number // spec.n], seed=choice_seed(seed, number)),
             created_ms=ask.created_ms,
             priority=PRIORITIES.get(call.service_tier, "default"),
+            traceparent=ask.traceparent,
         )
         for number, choice_id in enumerate(spec.choice_ids)
     ]

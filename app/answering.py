@@ -29,14 +29,25 @@ from app.api_keys import KEY_NAME
 from app.completions_out import CompletionShape
 from app.disconnect import CONNECTION, OUTLET
 from app.errors import ended_early, failed_here, invalid, model_not_found, queue_unreachable
+from app.exchanges import EXCHANGE, Exchange
 from app.logprobs_out import TokenNames
-from app.openai_out import ChatShape, ChunkStream, Shape, WholeChoice, completion, progress, workers_of
+from app.openai_out import (
+    ChatShape,
+    ChunkStream,
+    Shape,
+    WholeChoice,
+    completion,
+    num_cached_tokens,
+    progress,
+    workers_of,
+)
 from app.text_edge import TextEdge
 from bridge.choices import ChoiceStreams, Source, open_streams
 from bridge.collect import EndedEarly, collect
 from bridge.history import History
 from bridge.relay import ClientGone, Relay
 from bridge.subscription import StreamLost, Waiting
+from tasks.contract import TerminalEvent
 from tasks.record import Idempotency, RecordState
 
 logger = logging.getLogger(__name__)
@@ -92,10 +103,14 @@ class Answering:
 
     async def answer(self, req: Request, resp: Response, ask: Ask) -> None:
         """The whole way of a new request. Raises ApiError."""
-        ask = replace(ask, spec=replace(ask.spec, owner=owner_of(req)))
+        exchange: Exchange = req.scope[EXCHANGE]
+        ask = replace(ask, spec=replace(ask.spec, owner=owner_of(req)), traceparent=exchange.span.traceparent)
         admitted = await self._admit(ask)
         spec = admitted.spec
         resp.set_header("x-request-id", spec.request_id)
+        exchange.model = spec.model
+        exchange.is_new = ask.is_read and not admitted.is_joined
+        exchange.num_prompt_tokens = spec.num_prompt_tokens
         if admitted.is_joined:
             resp.set_header("x-idempotent-replay", "true")
         elif spec.stop and ask.outlives_reader:
@@ -124,18 +139,23 @@ class Answering:
         # From here on somebody must leave the generation, whatever happens: the relay or the collector.
         connection = req.scope[CONNECTION]
         connection.name = spec.request_id
-        reading = Reading(self._closer, spec.choice_ids)
+        reading = Reading(self._closer, spec.choice_ids, spec.model)
         connection.at_end(reading.end)
         if attach:
             await self._attach(spec, reading)
         streams = open_streams(self._source, spec.choice_ids, Waiting(asyncio.get_running_loop()))
+        exchange: Exchange = req.scope[EXCHANGE]
+        exchange.model = spec.model
+        exchange.num_prompt_tokens = spec.num_prompt_tokens
+        exchange.choices = texts
+        streams.on_first_token(exchange.first_token)
         self._answers.add(streams)
         connection.at_end(partial(self._answers.discard, streams))
         connection.on_gone(lambda: streams.fail(ClientGone()))
         if spec.stream if stream is None else stream:
             self._stream(req, resp, streams, ChunkStream(spec, self.shape(spec), texts, position), reading)
         else:
-            await self._gather(resp, spec, streams, [WholeChoice(text) for text in texts], reading)
+            await self._gather(req, resp, spec, streams, [WholeChoice(text) for text in texts], reading)
 
     def shape(self, spec: AnswerSpec) -> Shape:
         names = self._names[spec.model]
@@ -166,7 +186,7 @@ class Answering:
         for number, one in enumerate(choices):
             if one.is_satisfied and one.end_event is None:
                 # Whoever should have seen it is gone.
-                self._closer.close_soon(spec.choice_ids[number], "finished", "stop")
+                self._closer.close_soon(spec.choice_ids[number], "finished", "stop", spec.model)
         return data
 
     def _render_state(self, spec: AnswerSpec, choices: Sequence[WholeChoice]) -> bytes:
@@ -181,7 +201,7 @@ class Answering:
         """Looks for the stop strings of an answer that nobody has to read: without that its worker would go on."""
         streams = open_streams(self._source, spec.choice_ids, Waiting(asyncio.get_running_loop()))
         choices = [WholeChoice(text) for text in self.choice_texts(spec)]
-        minder = asyncio.ensure_future(collect(streams, choices, Minding(self._closer, spec.choice_ids)))
+        minder = asyncio.ensure_future(collect(streams, choices, Minding(self._closer, spec.choice_ids, spec.model)))
         self._minders.add(minder)
         minder.add_done_callback(self._minded)
 
@@ -225,6 +245,9 @@ class Answering:
     ) -> None:
         relay = Relay(streams, chunks, reading, keep_alive_s=self._keep_alive_s, outlet=req.scope.get(OUTLET))
         req.scope[CONNECTION].at_end(relay.finish)
+        exchange: Exchange = req.scope[EXCHANGE]
+        exchange.num_cached_tokens = lambda: chunks.num_cached_tokens
+        exchange.streams(lambda: relay.num_bytes_written)
         resp.content_type = "text/event-stream; charset=utf-8"
         resp.set_header("cache-control", "no-cache")
         # nginx would otherwise collect the events before passing them on.
@@ -232,8 +255,19 @@ class Answering:
         resp.stream = relay
 
     async def _gather(
-        self, resp: Response, spec: AnswerSpec, streams: ChoiceStreams, choices: list[WholeChoice], reading: Reading
+        self,
+        req: Request,
+        resp: Response,
+        spec: AnswerSpec,
+        streams: ChoiceStreams,
+        choices: list[WholeChoice],
+        reading: Reading,
     ) -> None:
+        def ends() -> dict[int, TerminalEvent]:
+            return {number: one.end_event for number, one in enumerate(choices) if one.end_event is not None}
+
+        exchange: Exchange = req.scope[EXCHANGE]
+        exchange.num_cached_tokens = lambda: num_cached_tokens(spec, ends())
         try:
             await collect(streams, choices, reading)
         except ClientGone:
@@ -243,7 +277,7 @@ class Answering:
         except Exception as error:
             raise failed_here(error) from error
         resp.content_type = MEDIA_JSON
-        if workers := workers_of([one.end_event for one in choices if one.end_event is not None]):
+        if workers := workers_of(ends().values()):
             resp.set_header("x-worker", workers)
         resp.data = orjson.dumps(completion(spec, self.shape(spec), choices))
 

@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from app.errors import ShuttingDown, shutting_down
 from bridge.choices import ChoiceStreams
 from tasks.contract import EndState
+from tasks.metrics import OPEN_STREAMS, Meter, count_end
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,15 @@ class Closer:
     Redis knows web processes as readers, not clients: a generation is left when its last client here has gone.
     """
 
-    def __init__(self, records: Records, reader_id: str, pool: Executor) -> None:
+    def __init__(self, records: Records, reader_id: str, pool: Executor, meter: Meter) -> None:
         self._records = records
         self._reader_id = reader_id
         self._pool = pool
-        self._closing: dict[str, tuple[EndState, str]] = {}
-        self._leaving: dict[str, None] = {}
+        self._meter = meter
+        self._closing: dict[str, tuple[EndState, str, str]] = {}
+        """How, and of which model."""
+        self._leaving: dict[str, str] = {}
+        """Of which model."""
         self._num_clients = Counter[str]()
 
     @property
@@ -54,12 +58,12 @@ class Closer:
         """Generations that clients of this process read."""
         return len(self._num_clients)
 
-    def close_soon(self, request_id: str, state: EndState, reason: str) -> None:
-        self._closing[request_id] = (state, reason)
+    def close_soon(self, request_id: str, state: EndState, reason: str, model: str = "") -> None:
+        self._closing[request_id] = (state, reason, model)
         self._pool.submit(self._close, request_id)
 
-    def leave_soon(self, request_ids: Sequence[str]) -> None:
-        self._leaving.update(dict.fromkeys(request_ids))
+    def leave_soon(self, request_ids: Sequence[str], model: str = "") -> None:
+        self._leaving.update(dict.fromkeys(request_ids, model))
         self._pool.submit(self._leave, request_ids)
 
     def begin_reading(self, request_ids: Sequence[str]) -> None:
@@ -93,13 +97,15 @@ class Closer:
     def _close(self, request_id: str) -> None:
         if (end := self._closing.get(request_id)) is None:
             return
-        state, reason = end
+        state, reason, model = end
         try:
-            self._records.close(request_id, state, reason)
+            has_ended = self._records.close(request_id, state, reason)
         except RedisError as error:
             logger.warning("%s not closed yet (%s, %s): %s", request_id, state, reason, error)
             return
         self._closing.pop(request_id, None)
+        if has_ended:
+            count_end(self._meter, model, state, reason)
 
     def _leave(self, request_ids: Sequence[str]) -> None:
         left = [request_id for request_id in request_ids if request_id in self._leaving]
@@ -107,7 +113,8 @@ class Closer:
             return
         try:
             if unread := [request_id for request_id in left if request_id not in self._num_clients]:
-                self._records.detach(unread, self._reader_id)
+                for request_id in self._records.detach(unread, self._reader_id):
+                    count_end(self._meter, self._leaving.get(request_id, ""), "cancelled", "disconnect")
                 # A client may have come in the meantime; if not before the end, it is told of the end.
                 if read := [request_id for request_id in unread if request_id in self._num_clients]:
                     self._records.attach(read, self._reader_id)
@@ -121,18 +128,19 @@ class Closer:
 class Reading:
     """One client's part in the choices of one answer (`bridge.relay.Control`)."""
 
-    def __init__(self, closer: Closer, choice_ids: Sequence[str]) -> None:
+    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str) -> None:
         self._closer = closer
         self._choice_ids = choice_ids
+        self._model = model
         self._is_over = False
         closer.begin_reading(choice_ids)
 
     def close(self, choice: int, state: EndState, reason: str) -> None:
-        self._closer.close_soon(self._choice_ids[choice], state, reason)
+        self._closer.close_soon(self._choice_ids[choice], state, reason, self._model)
 
     def leave(self, choices: Sequence[int]) -> None:
         self.end()
-        self._closer.leave_soon([self._choice_ids[choice] for choice in choices])
+        self._closer.leave_soon([self._choice_ids[choice] for choice in choices], self._model)
 
     def end(self) -> None:
         """This client reads no more. Idempotent."""
@@ -144,12 +152,13 @@ class Reading:
 class Minding:
     """The part of somebody who only looks for the end (`bridge.relay.Control`): nothing depends on his reading."""
 
-    def __init__(self, closer: Closer, choice_ids: Sequence[str]) -> None:
+    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str) -> None:
         self._closer = closer
         self._choice_ids = choice_ids
+        self._model = model
 
     def close(self, choice: int, state: EndState, reason: str) -> None:
-        self._closer.close_soon(self._choice_ids[choice], state, reason)
+        self._closer.close_soon(self._choice_ids[choice], state, reason, self._model)
 
     def leave(self, choices: Sequence[int]) -> None:
         """Leaves the answer to itself."""
@@ -158,7 +167,8 @@ class Minding:
 class OpenAnswers:
     """What is being sent to a client and is not over."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        meter.ask(OPEN_STREAMS, value=lambda: len(self._open))
         self.is_draining = False
         self._open: set[ChoiceStreams] = set()
         self._emptied: asyncio.Event | None = None

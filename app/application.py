@@ -29,7 +29,9 @@ from app.completions import Completions
 from app.cors import ANY, Cors
 from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
 from app.errors import ApiError, internal_error
+from app.exchanges import Exchanges
 from app.health import Live, Ready
+from app.metrics import Metrics
 from app.models import Models
 from app.openapi import OpenApi
 from app.response_headers import ResponseHeaders
@@ -37,8 +39,10 @@ from app.resume import KnownAnswers
 from app.text_edge import TextEdge
 from app.tokenize import Tokenize
 from bridge.reader import Reader
+from tasks.metrics_board import MetricsBoard, MetricsWriter
 from tasks.record import RequestRecords
 from tasks.submit import Submitter
+from tasks.tracing import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +62,21 @@ class ApplicationSettings:
 class Application:
     """The ASGI application, and what its process needs to do with it."""
 
-    def __init__(self, watch: DisconnectWatch, reader: Reader, answers: OpenAnswers, closer: Closer) -> None:
+    def __init__(
+        self,
+        watch: DisconnectWatch,
+        reader: Reader,
+        answers: OpenAnswers,
+        closer: Closer,
+        metrics: MetricsWriter | None,
+        tracer: Tracer,
+    ) -> None:
         self._watch = watch
         self._reader = reader
         self._answers = answers
         self._closer = closer
+        self._metrics = metrics
+        self._tracer = tracer
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -89,6 +103,8 @@ class Application:
         """Call on the event loop that serves the application. The lifespan protocol does."""
         self._reader.start(asyncio.get_running_loop())
         self._ticker = asyncio.create_task(self._tick_for_ever())
+        if self._metrics is not None:
+            self._metrics.start()
 
     async def stop(self) -> None:
         if self._ticker is not None:
@@ -99,6 +115,9 @@ class Application:
         self._closer.shut_down(timeout_s=1.0)
         # Requests that could not be closed stay in the reader's set: the watchdog ends them when its lease is over.
         self._reader.stop(keep_lease=self._closer.num_pending > 0)
+        if self._metrics is not None:
+            self._metrics.stop(0.2)
+        self._tracer.flush()
 
     async def _tick_for_ever(self) -> None:
         while True:
@@ -125,16 +144,20 @@ def create_app(
     reader: Reader,
     settings: ApplicationSettings,
     keys: KeyFile | None = None,
+    board: MetricsBoard | None = None,
+    tracer: Tracer = OFF,
     pool: Executor | None = None,
     monotonic: Callable[[], float] = time.monotonic,
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: uuid4().hex,
     new_seed: Callable[[], int] = lambda: random.getrandbits(63),
 ) -> Application:
-    """`pool` runs what blocks; `clock` is the time of day, `monotonic` the time for limits."""
+    """`pool` runs what blocks; `clock` is the time of day, `monotonic` the time for limits. Without a `board` the
+    numbers of this process are its own affair."""
     pool = pool or ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="web-redis")
-    answers = OpenAnswers()
-    closer = Closer(records, reader.reader_id, pool)
+    meter = reader.meter
+    answers = OpenAnswers(meter)
+    closer = Closer(records, reader.reader_id, pool, meter)
     answering = Answering(
         text_edges=text_edges,
         admission=Admission(
@@ -166,7 +189,7 @@ def create_app(
         new_seed=new_seed,
         clock=clock,
     )
-    known = KnownAnswers(answering, records)
+    known = KnownAnswers(answering, records, meter)
     models = Models(text_edges, int(clock()))
     asgi = falcon.asgi.App()
     asgi.req_options.strip_url_path_trailing_slash = True
@@ -183,14 +206,17 @@ def create_app(
     for prefix in ("", "/v1"):
         asgi.add_route(f"{prefix}/tokenize", tokenize)
         asgi.add_route(f"{prefix}/detokenize", tokenize, suffix="back")
+    asgi.add_route("/metrics", Metrics(meter, board, records, pool))
     asgi.add_route("/livez", Live())
     asgi.add_route("/readyz", Ready(list(text_edges), records, answers, pool))
-    asgi.add_middleware([ResponseHeaders(monotonic), Cors(settings.cors_origins), ApiKeys(keys)])
+    exchanges = Exchanges(meter, monotonic, tracer)
+    asgi.add_middleware([exchanges, ResponseHeaders(monotonic), Cors(settings.cors_origins), ApiKeys(keys)])
     asgi.add_error_handler(Exception, _on_exception)
     asgi.add_error_handler(HTTPError, _on_http_error)
     asgi.add_error_handler(ApiError, _on_api_error)
     watch = DisconnectWatch(cast(Asgi, asgi), stall_limit_s=settings.stall_limit_s, clock=monotonic)
-    return Application(watch, reader, answers, closer)
+    writer = None if board is None else MetricsWriter(board, meter)
+    return Application(watch, reader, answers, closer, writer, tracer)
 
 
 async def _on_api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:

@@ -44,6 +44,7 @@ class Connection:
         "_watcher",
         "is_gone",
         "name",
+        "num_bytes_sent",
     )
 
     def __init__(
@@ -52,6 +53,8 @@ class Connection:
         self.is_gone = False
         self.name = "-"
         """The request id, once there is one: for the log."""
+        self.num_bytes_sent = 0
+        """Of the body, by `send`."""
         self._receive = receive
         self._send = send
         self._abort = abort
@@ -76,6 +79,7 @@ class Connection:
 
     async def send(self, message: Message) -> None:
         self._blocked_since_s = self._clock()
+        self.num_bytes_sent += len(message.get("body", b""))
         try:
             await self._send(message)
         finally:

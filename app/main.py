@@ -21,9 +21,11 @@ from decode.checkpoint import open_checkpoint
 from decode.registry import resolve, served_name
 from tasks.broker import build_broker
 from tasks.clients import connect
+from tasks.metrics_board import MetricsBoard
 from tasks.record import RequestRecords
 from tasks.settings import WebSettings
 from tasks.submit import Submitter
+from tasks.tracing import open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ def run(settings: WebSettings) -> None:
         reader=reader,
         settings=limits,
         keys=keys,
+        board=MetricsBoard(redis),
+        tracer=open_tracer(os.environ, "web", reader_id),
     )
     # The reader's thread must not keep the event loop from running for a whole default interval of 5 ms.
     sys.setswitchinterval(0.001)

@@ -131,6 +131,11 @@ class ChunkStream:
         self._before_content = [before + before_content for before in self._before]
         self._after_content = after_content + self._after
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts, as far as choices have ended."""
+        return num_cached_tokens(self._spec, self._ends)
+
     def is_satisfied(self, choice: int) -> bool:
         return self._may_stop and self._choices[choice].is_stopped
 
@@ -310,20 +315,24 @@ def _whole(spec: AnswerSpec, shape: Shape, number: int, one: WholeChoice) -> dic
 def usage(spec: AnswerSpec, choices: Sequence[ChoiceText], ends: Mapping[int, TerminalEvent]) -> dict[str, Any]:
     """Tokens of all choices. A prompt counts once however many choices it has, and of its cached tokens those count
     that its first choice found: the others find what the first one has just computed."""
-    firsts = range(0, spec.num_choices, spec.n)
-    num_cached = sum(ends[number].num_cached_tokens for number in firsts if number in ends)
     num_completion = sum(one.num_tokens for one in choices)
     return {
         "prompt_tokens": spec.num_prompt_tokens,
         "completion_tokens": num_completion,
         "total_tokens": spec.num_prompt_tokens + num_completion,
-        # After a failover a worker finds output tokens of an earlier attempt, too.
-        "prompt_tokens_details": {"cached_tokens": min(num_cached, spec.num_prompt_tokens), "audio_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens(spec, ends), "audio_tokens": 0},
         "completion_tokens_details": {
             "reasoning_tokens": sum(one.num_reasoning_tokens for one in choices),
             "audio_tokens": 0,
         },
     }
+
+
+def num_cached_tokens(spec: AnswerSpec, ends: Mapping[int, TerminalEvent]) -> int:
+    firsts = range(0, spec.num_choices, spec.n)
+    num_cached = sum(ends[number].num_cached_tokens for number in firsts if number in ends)
+    # After a failover a worker finds output tokens of an earlier attempt, too.
+    return min(num_cached, spec.num_prompt_tokens)
 
 
 def workers_of(ends: Iterable[TerminalEvent]) -> str:

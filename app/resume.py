@@ -18,6 +18,7 @@ from app.answer_spec import AnswerSpec, SpecError, decode_spec
 from app.answering import Answering, owner_of
 from app.errors import ApiError, completion_not_found, internal_error, invalid
 from tasks.contract import EndState
+from tasks.metrics import Meter, count_end
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,10 @@ class Records(Protocol):
 
 
 class KnownAnswers:
-    def __init__(self, answering: Answering, records: Records) -> None:
+    def __init__(self, answering: Answering, records: Records, meter: Meter) -> None:
         self._answering = answering
         self._records = records
+        self._meter = meter
 
     async def on_get(self, req: Request, resp: Response, completion_id: str) -> None:
         last_id = req.get_header("last-event-id")
@@ -80,7 +82,8 @@ class KnownAnswers:
 
     def _stop(self, spec: AnswerSpec) -> None:
         for choice_id in spec.choice_ids:
-            self._records.close(choice_id, "cancelled", "stopped")
+            if self._records.close(choice_id, "cancelled", "stopped"):
+                count_end(self._meter, spec.model, "cancelled", "stopped")
 
 
 def position_of(spec: AnswerSpec, starting_after: str | None, last_event_id: str | None) -> Sequence[int] | None:

@@ -5,7 +5,7 @@ Owns the fan-in: one wait over as many subscriptions as the answer has choices. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bridge.subscription import Subscription, Waiting
@@ -35,6 +35,11 @@ class ChoiceStreams:
 
     def __len__(self) -> int:
         return len(self.subscriptions)
+
+    def on_first_token(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when the first tokens of a choice are there, once for each."""
+        for one in self.subscriptions:
+            one.on_first_token = callback
 
     async def next(self, timeout_s: float) -> list[tuple[int, list[StreamEvent]]]:
         """The events that are there, with the number of their choice; waits for the first.

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from bridge.catalog import Catalog, CatalogError, CatalogTooNew
 from bridge.election import Election
+from bridge.metrics import BridgeMetrics
 from bridge.recorder import Recorder
 from bridge.watchdog import Watchdog
 
@@ -50,18 +51,28 @@ class Trouble:
             self._say_at_ms = now_ms + SAY_AGAIN_MS
             log.warning("%s fails, trying again: %s", self._what, error)
 
-    def over(self) -> None:
-        if self._since_ms is not None:
-            log.info("%s works again after %.1f s", self._what, (self._monotonic_ms() - self._since_ms) / 1000)
-            self._since_ms = None
+    def over(self) -> bool:
+        """Whether it had failed until now."""
+        if self._since_ms is None:
+            return False
+        log.info("%s works again after %.1f s", self._what, (self._monotonic_ms() - self._since_ms) / 1000)
+        self._since_ms = None
+        return True
 
 
 class WatchDuty:
     """Keeps the lease of this bridge process, and watches while it has it."""
 
-    def __init__(self, election: Election, watchdog: Watchdog, monotonic_ms: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        election: Election,
+        watchdog: Watchdog,
+        monotonic_ms: Callable[[], float],
+        metrics: BridgeMetrics | None = None,
+    ) -> None:
         self._election = election
         self._watchdog = watchdog
+        self._metrics = metrics
         self._was_active: bool | None = None
         self._trouble = Trouble("bridge: Redis", monotonic_ms)
         self._monotonic_ms = monotonic_ms
@@ -83,13 +94,16 @@ class WatchDuty:
             self._patient_until_ms = self._monotonic_ms() + PATIENCE_MS
             self._trouble.failed(error)
         else:
-            self._trouble.over()
+            if self._trouble.over() and self._metrics is not None:
+                self._metrics.reconnected()
         return wait_s
 
     def _watch(self) -> float:
         # A Redis that is always slow must not make it hold still for ever: every other look counts.
         done = self._watchdog.tick(however_slow=self._was_slow)
         self._was_slow = done.was_slow
+        if self._metrics is not None:
+            self._metrics.count(done)
         if done.was_slow:
             self._patient_until_ms = self._monotonic_ms() + PATIENCE_MS
         return done.wait_ms / 1000
@@ -117,13 +131,18 @@ class RecordDuty:
         self._recorder_of = recorder_of
         self._catalog: Catalog | None = None
         self._recorder: Recorder | None = None
+        self._monotonic_ms = monotonic_ms
+        self._behind_since_ms: float | None = None
         self._trouble = Trouble("bridge: recording", monotonic_ms)
 
     def tick(self) -> float:
         """Returns how long to wait before the next tick, in seconds. Never raises for what may pass."""
         if not self._is_active():
             self._close_catalog()
+            self._behind_since_ms = None
             return STANDBY_S
+        if self._behind_since_ms is None:
+            self._behind_since_ms = self._monotonic_ms()
         try:
             is_more = self._open_recorder().tick()
         except CatalogTooNew as error:
@@ -138,7 +157,15 @@ class RecordDuty:
             self._trouble.failed(error)
             return AGAIN_S
         self._trouble.over()
-        return 0.0 if is_more else RECORD_EVERY_S
+        if is_more:
+            return 0.0
+        self._behind_since_ms = None
+        return RECORD_EVERY_S
+
+    def lag_s(self) -> float:
+        """For how long not all has been recorded that was there; from any thread."""
+        since_ms = self._behind_since_ms
+        return 0.0 if since_ms is None else (self._monotonic_ms() - since_ms) / 1000
 
     def close(self) -> None:
         """Records what is there, leaves a fresh snapshot, and closes the catalog."""

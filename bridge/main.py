@@ -18,11 +18,14 @@ from redis import Redis
 from bridge.catalog import Catalog
 from bridge.duties import Loop, RecordDuty, WatchDuty
 from bridge.election import Election
+from bridge.metrics import BridgeMetrics
 from bridge.recorder import MAX_MB, Recorder
 from bridge.watchdog import Watchdog
 from tasks import keys
 from tasks.broker import build_broker
 from tasks.clients import connect
+from tasks.metrics import RECORDER_LAG, Meter
+from tasks.metrics_board import MetricsBoard, MetricsWriter
 from tasks.record import RequestRecords
 from tasks.settings import BridgeSettings
 from tasks.submit import Submitter
@@ -31,8 +34,10 @@ from tasks.submit import Submitter
 class Bridge:
     """A running bridge."""
 
-    def __init__(self, record: RecordDuty, watch: WatchDuty) -> None:
+    def __init__(self, record: RecordDuty, watch: WatchDuty, metrics: MetricsWriter) -> None:
         self._record = record
+        self._metrics = metrics
+        metrics.start()
         self._watch_loop = Loop("bridge-watch", watch)
         self._record_loop = Loop("bridge-record", record)
 
@@ -43,6 +48,7 @@ class Bridge:
             self._record.interrupt()
             self._record_loop.stop(0.4)
         self._watch_loop.stop(0.4)
+        self._metrics.stop(0.2)
 
 
 def start_bridge(
@@ -64,17 +70,16 @@ def start_bridge(
     watchdog = Watchdog(
         redis, records, submitter, is_queue_empty=lambda name: queue.llen(keys.message_list(name)) == 0
     )
-    return Bridge(
-        RecordDuty(
-            is_active=lambda: election.is_active,
-            open_catalog=lambda: Catalog(data_dir / "catalog"),
-            recorder_of=lambda catalog: Recorder(
-                redis, catalog, keep_days=keep_days, max_mb=max_mb, clock_ms=_epoch_ms
-            ),
-            monotonic_ms=_monotonic_ms,
-        ),
-        WatchDuty(election, watchdog, _monotonic_ms),
+    record = RecordDuty(
+        is_active=lambda: election.is_active,
+        open_catalog=lambda: Catalog(data_dir / "catalog"),
+        recorder_of=lambda catalog: Recorder(redis, catalog, keep_days=keep_days, max_mb=max_mb, clock_ms=_epoch_ms),
+        monotonic_ms=_monotonic_ms,
     )
+    meter = Meter(bridge_id)
+    meter.ask(RECORDER_LAG, value=record.lag_s)
+    watch = WatchDuty(election, watchdog, _monotonic_ms, BridgeMetrics(meter, redis))
+    return Bridge(record, watch, MetricsWriter(MetricsBoard(redis), meter))
 
 
 def run(settings: BridgeSettings) -> None:

@@ -27,6 +27,7 @@ from bridge.subscription import StreamLost, Subscription, Waiting
 from bridge.xread import Entries, Xread
 from tasks import keys
 from tasks.contract import ContractError, decode_entry
+from tasks.metrics import RECONNECTS, REREADS, Meter
 from tasks.record import READER_LEASE_MS
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class Reader:
         pace_s: float = 0.001,
     ) -> None:
         self.reader_id = reader_id
+        self.meter = Meter(reader_id)
+        """The numbers of this process."""
+        self._rereads = self.meter.counter(REREADS)
+        self.meter.counter(RECONNECTS)
         self.window = window
         self.history = History(redis_short)
         """What is there already, for those who do not wait for more."""
@@ -113,6 +118,10 @@ class Reader:
     def remove(self, feed: Feed) -> None:
         """The next read leaves it out; a read that is under way may still bring a batch, which is dropped."""
         self._changes.append((False, feed))
+
+    def reread(self) -> None:
+        """A stream is taken up again that was not read for a while, or has a gap."""
+        self._rereads.value += 1
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -170,7 +179,9 @@ class Reader:
             # Also what came before an error: it will not be read again.
             if batch:
                 self.loop.call_soon_threadsafe(deliver, batch)
-        self._outage_since_s = None
+        if self._outage_since_s is not None:
+            self._outage_since_s = None
+            self.meter.count(RECONNECTS)
         return True
 
     def _run(self) -> None:

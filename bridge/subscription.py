@@ -96,6 +96,8 @@ class Subscription:
         self._num_tokens = 0
         self._position = START
         self._error: Exception | None = None
+        self.on_first_token: Callable[[], None] | None = None
+        """Called once, when the first tokens are there."""
         self.direct: Callable[[list[StreamEvent]], bool] | None = None
         """Offered each batch while somebody waits in `next`; True: it took the batch, and the wait goes on."""
         # None while this subscriber lags (its window is full) and after the end.
@@ -128,6 +130,7 @@ class Subscription:
         events, self._events = self._events, []
         self._num_tokens = 0
         if self.is_lagging:
+            self._reader.reread()
             self._feed = self._reader.add(self, self._position)
         return events
 
@@ -180,6 +183,9 @@ class Subscription:
             if fresh is None:
                 return
             event = fresh
+        if self.on_first_token is not None:
+            self.on_first_token()
+            self.on_first_token = None
         num_tokens = len(event.token_ids)
         self._events.append(event)
         self.next_index += num_tokens
@@ -194,6 +200,7 @@ class Subscription:
         # position: read the stream from its start, once; what is known already is cut away.
         self._gap_at = self.next_index
         self._detach()
+        self._reader.reread()
         self._feed = self._reader.add(self, START)
 
     def _detach(self) -> None:

@@ -207,6 +207,13 @@ HTTP_REQUESTS = Metric(
 RECONNECTS = Metric(
     "tokenferry_redis_reconnects", "counter", "all", (), "Times that Redis was reached again after it had not been."
 )
+REDIS_UP = Metric(
+    "tokenferry_redis_up",
+    "gauge",
+    "scrape",
+    (),
+    "1 if the web process that was asked reached Redis; else only its own numbers are there.",
+)
 QUEUE_WAITING = Metric(
     "tokenferry_queue_waiting",
     "gauge",

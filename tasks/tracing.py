@@ -25,7 +25,7 @@ class Span(Protocol):
     def traceparent(self) -> str:
         """What others name as their parent (W3C Trace Context); empty when nothing is recorded."""
 
-    def end(self, attributes: Attributes, *, failed: bool = False) -> None: ...
+    def end(self, attributes: Attributes, *, name: str, failed: bool = False) -> None: ...
 
 
 class Tracer(Protocol):
@@ -44,7 +44,7 @@ class Tracer(Protocol):
 class _NoSpan:
     traceparent = ""
 
-    def end(self, attributes: Attributes, *, failed: bool = False) -> None:
+    def end(self, attributes: Attributes, *, name: str, failed: bool = False) -> None:
         pass
 
 
@@ -133,7 +133,8 @@ class _OtelSpan:
         self._span = span
         self.traceparent = tracer.traceparent(span)
 
-    def end(self, attributes: Attributes, *, failed: bool = False) -> None:
+    def end(self, attributes: Attributes, *, name: str, failed: bool = False) -> None:
+        self._span.update_name(name)
         self._span.set_attributes(dict(attributes))
         if failed:
             self._tracer.fail(self._span)

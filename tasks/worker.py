@@ -25,6 +25,7 @@ from tasks.record import RequestRecords
 from tasks.running_worker import RunningWorker, describe_worker, new_worker_id, start_worker
 from tasks.settings import SettingsError, WorkerSettings
 from tasks.supervisor import EXIT_CANNOT_SERVE, EXIT_FATAL, Child, Supervisor
+from tasks.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,9 @@ def run_engine(settings: WorkerSettings, worker: str, supervisor_pid: int) -> in
     _die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        tracer = open_tracer(os.environ, "worker", worker)
         engine = load_for(settings, os.environ)
-    except CANNOT_SERVE as error:
+    except (*CANNOT_SERVE, SettingsError) as error:
         log.error("cannot serve: %s", error)
         return EXIT_CANNOT_SERVE
     stopping = threading.Event()
@@ -101,6 +103,7 @@ def run_engine(settings: WorkerSettings, worker: str, supervisor_pid: int) -> in
         stall_limit_s=settings.stall_limit_s,
         stream_ttl_s=settings.stream_ttl_s,
         on_fatal=_exit_fatal,
+        tracer=tracer,
     )
     stopping.wait()
     cutter = threading.Timer(EXIT_AFTER_S, os._exit, (0,))

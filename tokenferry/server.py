@@ -29,10 +29,12 @@ from bridge.reader import Reader
 from tasks.broker import build_broker
 from tasks.clients import Use, connect_fake
 from tasks.loading import SCRIPTED, load_for, model_name
+from tasks.metrics_board import MetricsBoard
 from tasks.record import RequestRecords
 from tasks.running_worker import describe_worker, start_worker
 from tasks.settings import WebSettings, WorkerSettings
 from tasks.submit import Submitter
+from tasks.tracing import open_tracer
 from tokenferry.errors import ForPeople
 from tokenferry.serve import find_model, origin
 
@@ -100,6 +102,7 @@ def open_server(
             lease_ms=max(worker.lease_ms, 5_000),  # one process: a lease that runs out means a busy interpreter
             stall_limit_s=worker.stall_limit_s,
             stream_ttl_s=worker.stream_ttl_s,
+            tracer=open_tracer(environ, "worker", "local"),
         )
         stack.callback(running.stop)
         served, edge = text_edge_of(web)
@@ -111,6 +114,8 @@ def open_server(
             reader=reader,
             settings=application_settings(web),
             keys=key_file(web),
+            board=MetricsBoard(connect("short")),
+            tracer=open_tracer(environ, "web", reader.reader_id),
         )
         stack.enter_context(_serving(application, listener))
         yield LocalServer(served, origin(host, listener.getsockname()[1]), records)
