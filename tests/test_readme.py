@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@cache
 def settings_in_code() -> dict[str, str | None]:
     """Every variable that is read, and its default where that is a constant."""
     found: dict[str, str | None] = {}
@@ -150,8 +152,13 @@ def test_every_name_beside_a_link_to_code_exists(module: str, name: str) -> None
 
 @pytest.mark.parametrize(("module", "name"), NAMED_TESTS, ids=[name for _, name in NAMED_TESTS])
 def test_every_named_test_exists(module: str, name: str) -> None:
+    assert name in functions_of(module)
+
+
+@cache
+def functions_of(module: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:
@@ -281,7 +288,7 @@ def fetch(words: list[str], server: LocalServer) -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    with open_server("scripted", environ={}, scripted_step_ms=0, max_model_len=128) as running:
+    with open_server("scripted", environ={}, scripted_step_ms=0, max_model_len=64) as running:
         yield running
 
 
