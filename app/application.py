@@ -39,6 +39,7 @@ from app.resume import KnownAnswers
 from app.text_edge import TextEdge
 from app.tokenize import Tokenize
 from bridge.reader import Reader
+from bridge.relay import KEEP_ALIVE_S
 from tasks.metrics_board import MetricsBoard, MetricsWriter
 from tasks.record import RequestRecords
 from tasks.submit import Submitter
@@ -54,7 +55,7 @@ POOL_THREADS = 4
 class ApplicationSettings:
     max_waiting: int = 256
     max_body_bytes: int = 8 * 1024 * 1024
-    keep_alive_s: float = 10.0
+    keep_alive_s: float = KEEP_ALIVE_S
     stall_limit_s: float = 30.0
     cors_origins: tuple[str, ...] = (ANY,)
 
