@@ -23,10 +23,11 @@ from falcon.asgi import Request, Response
 from app.admission import Admission
 from app.answering import Answering
 from app.answers import Closer, OpenAnswers
-from app.api_keys import ApiKeys, KeyFile
+from app.api_keys import OPEN_PATHS, ApiKeys, KeyFile
 from app.chat import ChatCompletions, ChatSettings
 from app.completions import Completions
 from app.cors import ANY, Cors
+from app.dashboard import FILES, Page, Pictures, Timeline
 from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
 from app.errors import ApiError, internal_error
 from app.exchanges import Exchanges
@@ -34,13 +35,16 @@ from app.health import Live, Ready
 from app.metrics import Metrics
 from app.models import Models
 from app.openapi import OpenApi
+from app.overview import Picture
 from app.response_headers import ResponseHeaders
 from app.resume import KnownAnswers
 from app.text_edge import TextEdge
 from app.tokenize import Tokenize
+from app.viewers import Viewers
 from bridge.reader import Reader
 from bridge.relay import KEEP_ALIVE_S
 from tasks.metrics_board import MetricsBoard, MetricsWriter
+from tasks.overview import LiveCell
 from tasks.record import RequestRecords
 from tasks.submit import Submitter
 from tasks.tracing import OFF, Tracer
@@ -71,8 +75,10 @@ class Application:
         closer: Closer,
         metrics: MetricsWriter | None,
         tracer: Tracer,
+        viewers: Viewers,
     ) -> None:
         self._watch = watch
+        self._viewers = viewers
         self._reader = reader
         self._answers = answers
         self._closer = closer
@@ -98,6 +104,7 @@ class Application:
 
     async def drain(self, budget_s: float) -> None:
         """From now on new requests are refused; open answers get `budget_s` to finish, then a final error event."""
+        self._viewers.close()
         await self._answers.drain(budget_s)
 
     def start(self) -> None:
@@ -143,6 +150,7 @@ def create_app(
     records: RequestRecords,
     submitter: Submitter,
     reader: Reader,
+    live: LiveCell,
     settings: ApplicationSettings,
     keys: KeyFile | None = None,
     board: MetricsBoard | None = None,
@@ -210,14 +218,21 @@ def create_app(
     asgi.add_route("/metrics", Metrics(meter, board, records, pool))
     asgi.add_route("/livez", Live())
     asgi.add_route("/readyz", Ready(list(text_edges), records, answers, pool))
+    page = Page()
+    for path in FILES:
+        asgi.add_route(path, page)
+    viewers = Viewers(Picture(live).look, pool)
+    asgi.add_route("/dashboard/events", Pictures(viewers))
+    asgi.add_route("/dashboard/requests/{request_id}", Timeline(live, records, pool))
+    let_in = ApiKeys(keys, (*OPEN_PATHS, *FILES))
     exchanges = Exchanges(meter, monotonic, tracer)
-    asgi.add_middleware([exchanges, ResponseHeaders(monotonic), Cors(settings.cors_origins), ApiKeys(keys)])
+    asgi.add_middleware([exchanges, ResponseHeaders(monotonic), Cors(settings.cors_origins), let_in])
     asgi.add_error_handler(Exception, _on_exception)
     asgi.add_error_handler(HTTPError, _on_http_error)
     asgi.add_error_handler(ApiError, _on_api_error)
     watch = DisconnectWatch(cast(Asgi, asgi), stall_limit_s=settings.stall_limit_s, clock=monotonic)
     writer = None if board is None else MetricsWriter(board, meter)
-    return Application(watch, reader, answers, closer, writer, tracer)
+    return Application(watch, reader, answers, closer, writer, tracer, viewers)
 
 
 async def _on_api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:

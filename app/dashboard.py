@@ -20,8 +20,9 @@ from redis.exceptions import RedisError
 
 from app.disconnect import CONNECTION
 from app.errors import ApiError, queue_unreachable
-from app.overview import KEPT_FACTS, facts_of, timeline
+from app.overview import facts_of, timeline
 from app.viewers import Viewers
+from tasks import keys
 from tasks.moves import RecordState
 from tasks.overview import LiveCell
 
@@ -125,7 +126,7 @@ class Timeline:
 
     def _read(self, request_id: str) -> dict[str, Any]:
         state = self._records.state(request_id)
-        facts = facts_of(self._live.facts_of(request_id, KEPT_FACTS))
+        facts = facts_of(self._live.facts_of(request_id, keys.KEPT_EVENTS))
         if state is None and not facts:
             raise not_kept(request_id)
         return timeline(request_id, state, facts)

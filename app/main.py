@@ -22,6 +22,7 @@ from decode.registry import resolve, served_name
 from tasks.broker import build_broker
 from tasks.clients import connect
 from tasks.metrics_board import MetricsBoard
+from tasks.overview import LiveCell
 from tasks.record import RequestRecords
 from tasks.settings import WebSettings
 from tasks.submit import Submitter
@@ -57,6 +58,7 @@ def run(settings: WebSettings) -> None:
         records=records,
         submitter=submitter,
         reader=reader,
+        live=LiveCell(redis),
         settings=limits,
         keys=keys,
         board=MetricsBoard(redis),

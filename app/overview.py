@@ -35,9 +35,6 @@ MAX_NEW_FACTS = 10
 RATE_KEPT = 0.6
 """Of a request's rate, how much the next look keeps: shown figures should not jump."""
 
-KEPT_FACTS = 10_000
-"""How many of the last facts a timeline is looked for in."""
-
 _SHOWN_DETAILS = ("reason", "message", "next_index", "cached", "waited_ms", "prompt_tokens", "max_tokens", "class")
 """What a timeline says; who asked is not among it."""
 

@@ -73,7 +73,9 @@ def start_bridge(
     record = RecordDuty(
         is_active=lambda: election.is_active,
         open_catalog=lambda: Catalog(data_dir / "catalog"),
-        recorder_of=lambda catalog: Recorder(redis, catalog, keep_days=keep_days, max_mb=max_mb, clock_ms=_epoch_ms),
+        recorder_of=lambda catalog: Recorder(
+            redis, catalog, keep_days=keep_days, max_mb=max_mb, keep_facts=keys.KEPT_EVENTS, clock_ms=_epoch_ms
+        ),
         monotonic_ms=_monotonic_ms,
     )
     meter = Meter(bridge_id)

@@ -38,8 +38,9 @@ MAX_MB = 1024
 SNAPSHOT_SHARE = 20
 """Of the recorder's time, at most one part in this many goes into snapshots, however large the catalog is."""
 
-# Gives the entries that are recorded back. KEYS events, generation; ARGV generation, last recorded id (ms, sequence),
-# the id that follows it.
+# Gives the entries that are recorded back, but for the last of them: these stay for people who look, unless as many
+# are waiting to be recorded. KEYS events, generation; ARGV generation, last recorded id (ms, sequence), the id that
+# follows it, how many may stay.
 _GIVE_BACK = """
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then
   return 'other'
@@ -58,7 +59,11 @@ local recorded_ms, recorded_seq = tonumber(ARGV[2]), tonumber(ARGV[3])
 if last_ms < recorded_ms or (last_ms == recorded_ms and last_seq < recorded_seq) then
   return 'behind'
 end
-redis.call('XTRIM', KEYS[1], 'MINID', ARGV[4])
+if last_ms == recorded_ms and last_seq == recorded_seq then
+  redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[5])
+elseif redis.call('XLEN', KEYS[1]) > 2 * tonumber(ARGV[5]) then
+  redis.call('XTRIM', KEYS[1], 'MINID', ARGV[4])
+end
 return 'ok'
 """
 
@@ -77,15 +82,20 @@ class Recorder:
         snapshot_every_ms: int = 2_000,
         keep_days: int = 30,
         max_mb: int = MAX_MB,
+        keep_facts: int = 0,
         clock_ms: Callable[[], int],
     ) -> None:
-        """`redis` is a short client of the main database. `clock_ms` gives epoch milliseconds."""
+        """`redis` is a short client of the main database. `clock_ms` gives epoch milliseconds.
+
+        `keep_facts`: how many recorded facts stay in the stream.
+        """
         self._redis = redis
         self._catalog = catalog
         self._max_rows = max_rows
         self._snapshot_every_ms = snapshot_every_ms
         self._keep_ms = keep_days * DAY_MS
         self._max_bytes = max_mb * 1_000_000
+        self._keep_facts = keep_facts
         self._clock_ms = clock_ms
         self._next_snapshot_ms = 0
         self._next_forget_ms = 0
@@ -138,7 +148,8 @@ class Recorder:
         # SAFETY: one transaction, so that a stream which was emptied and begun anew in between is neither trimmed nor
         # read by the ids of the one before. PERF: the entries do not pass through Lua, which would hold Redis up.
         with self._redis.pipeline(transaction=True) as pipe:
-            pipe.eval(_GIVE_BACK, 2, keys.EVENTS, keys.EVENTS_GENERATION, position.generation, ms, seq, following)
+            names = (keys.EVENTS, keys.EVENTS_GENERATION)
+            pipe.eval(_GIVE_BACK, 2, *names, position.generation, ms, seq, following, self._keep_facts)
             pipe.xrange(keys.EVENTS, min=following, count=self._max_rows)
             answer, entries = pipe.execute()
         return answer, entries

@@ -80,6 +80,8 @@ QUEUE_NAMESPACE = "tfq"
 
 MAX_EVENTS = 1_000_000
 """A safety net only: the recorder trims `tf:events` as it reads. Without any recorder the oldest facts go first."""
+KEPT_EVENTS = 10_000
+"""How many facts the recorder leaves in `tf:events` after it has recorded them: for the dashboard, and for people."""
 MAX_WAKE_TOKENS = 64
 WAKE_TTL_MS = 60_000
 CLAIMS_BUCKET_MS = 5_000

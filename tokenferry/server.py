@@ -30,6 +30,7 @@ from tasks.broker import build_broker
 from tasks.clients import Use, connect_fake
 from tasks.loading import SCRIPTED, load_for, model_name
 from tasks.metrics_board import MetricsBoard
+from tasks.overview import LiveCell
 from tasks.record import RequestRecords
 from tasks.running_worker import describe_worker, start_worker
 from tasks.settings import WebSettings, WorkerSettings
@@ -112,6 +113,7 @@ def open_server(
             records=records,
             submitter=submitter,
             reader=reader,
+            live=LiveCell(connect("short")),
             settings=application_settings(web),
             keys=key_file(web),
             board=MetricsBoard(connect("short")),

@@ -30,6 +30,7 @@ from bridge.reader import Reader
 from tasks import keys
 from tasks.broker import build_broker
 from tasks.contract import TerminalEvent, decode_entry
+from tasks.overview import LiveCell
 from tasks.record import Append, Appended, RequestRecords
 from tasks.submit import Submitter
 from tests.app.web import HELLO, MODEL, Worker, worker_info
@@ -397,6 +398,7 @@ def test_a_client_that_reads_nothing_is_dropped_and_cancelled(fake_server: Redis
         records=records,
         submitter=Submitter(records, build_broker(fake_server.connect("queue")), redis),
         reader=reader,
+        live=LiveCell(redis),
         settings=ApplicationSettings(stall_limit_s=0.3),
     )
     with listen("127.0.0.1", 0, stall_limit_s=30) as listener, serving(application, listener):

@@ -22,6 +22,7 @@ from decode.sampling import TokenLogprobs
 from tasks.broker import build_broker
 from tasks.clients import connect_fake
 from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad, pack_logprobs
+from tasks.overview import LiveCell
 from tasks.record import Append, Claimed, RequestRecords, Terminal
 from tasks.submit import Submitter
 
@@ -246,6 +247,7 @@ class Web:
             records=self.records,
             submitter=self.submitter,
             reader=self.reader,
+            live=LiveCell(self.redis),
             settings=ApplicationSettings(**settings),
             keys=keys,
             pool=Inline(),

@@ -61,6 +61,28 @@ def test_facts_become_rows_and_leave_the_stream(cell: Cell, catalog: Catalog) ->
     assert cell.redis.xlen(keys.EVENTS) == 0
 
 
+def test_the_last_facts_stay_for_who_looks_and_are_not_recorded_twice(cell: Cell, catalog: Catalog) -> None:
+    submit(cell, "r1", "r2", "r3")
+    recorder = recorder_of(cell, catalog, keep_facts=2)
+    drain(recorder)
+    assert [fields[b"id"] for _, fields in cell.redis.xrange(keys.EVENTS)] == [b"r2", b"r3"]
+    submit(cell, "r4")
+    drain(recorder)
+    assert [fields[b"id"] for _, fields in cell.redis.xrange(keys.EVENTS)] == [b"r3", b"r4"]
+    assert ids(catalog) == ["r1", "r2", "r3", "r4"]
+    assert catalog.position.num_recorded == 4
+
+
+def test_what_is_recorded_goes_first_when_as_much_is_waiting(cell: Cell, catalog: Catalog) -> None:
+    submit(cell, "r1", "r2", "r3", "r4", "r5")
+    recorder = recorder_of(cell, catalog, keep_facts=2, max_rows=1)
+    for _ in range(3):
+        recorder.record_batch()
+    assert [fields[b"id"] for _, fields in cell.redis.xrange(keys.EVENTS)] == [b"r2", b"r3", b"r4", b"r5"]
+    drain(recorder)
+    assert ids(catalog) == ["r1", "r2", "r3", "r4", "r5"]
+
+
 def test_the_scripts_own_facts_are_understood(cell: Cell, catalog: Catalog) -> None:
     cell.join("w1", 1000)
     cell.offer("r1", 1000)
