@@ -225,11 +225,8 @@ class Answering:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._admission.admit, ask)
         except RedisError as error:
             # It may be on offer nevertheless: the reply was lost. Nobody would read it, except one that repeats it.
-            if ask.idempotency is not None:
-                self._closer.leave_soon(ask.spec.choice_ids)
-            else:
-                for choice_id in ask.spec.choice_ids:
-                    self._closer.close_soon(choice_id, "cancelled", "not_accepted")
+            may_be_asked_again = ask.idempotency is not None
+            self._closer.give_up_soon(ask.spec.choice_ids, ask.spec.model, may_be_asked_again=may_be_asked_again)
             logger.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
             raise queue_unreachable() from error
 

@@ -28,6 +28,7 @@ class Records(Protocol):
     """`tasks.record.RequestRecords`, as far as it is used here."""
 
     def close(self, request_id: str, state: EndState, reason: str) -> bool: ...
+    def forestall(self, request_ids: Sequence[str]) -> None: ...
     def attach(self, request_ids: Sequence[str], reader: str) -> list[bool]: ...
     def detach(self, request_ids: Sequence[str], reader: str) -> list[str]: ...
 
@@ -47,6 +48,8 @@ class Closer:
         """How, and of which model."""
         self._leaving: dict[str, str] = {}
         """Of which model."""
+        self._unsure: set[str] = set()
+        """What was submitted without an answer, and may arrive later."""
         self._num_clients = Counter[str]()
 
     @property
@@ -57,6 +60,15 @@ class Closer:
     def num_reading(self) -> int:
         """Generations that clients of this process read."""
         return len(self._num_clients)
+
+    def give_up_soon(self, request_ids: Sequence[str], model: str, *, may_be_asked_again: bool) -> None:
+        """Nobody knows whether these are on offer, or will be. What is waits a while for whom asks again."""
+        self._unsure.update(request_ids)
+        if may_be_asked_again:
+            self.leave_soon(request_ids, model)
+            return
+        for request_id in request_ids:
+            self.close_soon(request_id, "cancelled", "not_accepted", model)
 
     def close_soon(self, request_id: str, state: EndState, reason: str, model: str = "") -> None:
         self._closing[request_id] = (state, reason, model)
@@ -99,6 +111,7 @@ class Closer:
             return
         state, reason, model = end
         try:
+            self._forestall([request_id])
             has_ended = self._records.close(request_id, state, reason)
         except RedisError as error:
             logger.warning("%s not closed yet (%s, %s): %s", request_id, state, reason, error)
@@ -112,6 +125,7 @@ class Closer:
         if not left:
             return
         try:
+            self._forestall(left)
             if unread := [request_id for request_id in left if request_id not in self._num_clients]:
                 for request_id in self._records.detach(unread, self._reader_id):
                     count_end(self._meter, self._leaving.get(request_id, ""), "cancelled", "disconnect")
@@ -123,6 +137,11 @@ class Closer:
             return
         for request_id in left:
             self._leaving.pop(request_id, None)
+
+    def _forestall(self, request_ids: Sequence[str]) -> None:
+        if unsure := [request_id for request_id in request_ids if request_id in self._unsure]:
+            self._records.forestall(unsure)
+            self._unsure.difference_update(unsure)
 
 
 class Reading:

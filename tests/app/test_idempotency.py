@@ -135,6 +135,84 @@ def test_a_client_that_never_comes_again_is_waited_for_and_then_its_request_ends
     run(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_request_is_generated_anew_when_it_comes_again(stream: bool) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        body = {**BODY, "stream": stream}
+        first = await web.post(body, **KEY)
+        worker.claim(ID)
+        web.records.close(ID, "failed", "engine_error", "broken")
+        await web.turn()
+        if not stream:
+            assert first.status == 500
+        second = await web.post(body, **KEY)
+        assert "x-idempotent-replay" not in second.headers
+        worker.claim("chatcmpl-2")
+        worker.append("chatcmpl-2", 0, 101, end="length")
+        await web.turn()
+        text = second.text if stream else second.json["choices"][0]["message"]["content"]
+        assert text == "<101>"
+        third = await web.post(body, **KEY)
+        await web.turn()
+        assert third.headers["x-request-id"] == "chatcmpl-2"
+
+    run(test)
+
+
+def test_a_request_that_ended_for_want_of_its_client_is_generated_anew() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        exchange = await web.post(BODY, **KEY)
+        exchange.leave()
+        await web.settle()
+        redis: Any = web.redis
+        web.records.look(ID, False, (redis.time()[0] + 11) * 1000)
+        assert end_of(web) == ("cancelled", "disconnect")
+        await web.post(BODY, **KEY)
+        assert end_of(web, "chatcmpl-2") == ("offered", "")
+
+    run(test)
+
+
+def test_a_stopped_request_is_joined() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.post({**BODY, "background": True}, **KEY)
+        await web.request("POST", f"/v1/chat/completions/{ID}/cancel")
+        again = await web.post({**BODY, "background": True}, **KEY)
+        assert (again.json["id"], again.headers["x-idempotent-replay"]) == (ID, "true")
+
+    run(test)
+
+
+@pytest.mark.parametrize("key", [{}, KEY])
+def test_a_request_that_reaches_redis_after_its_client_was_told_of_the_failure_is_not_made(
+    key: dict[str, str],
+) -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        submit = web.submitter.submit
+        late: list[Any] = []
+
+        def stall(*args: Any, **options: Any) -> object:
+            late.append(lambda: submit(*args, **options))
+            raise TimeoutError
+
+        web.submitter.submit = stall  # type: ignore[method-assign,assignment]
+        first = await web.post(BODY, **key)
+        assert (first.status, first.error["code"]) == (503, "queue_unreachable")
+        await web.settle()
+        assert not late[0]().created
+        assert end_of(web) == ("cancelled", "not_accepted")
+        assert web.records.num_waiting(MODEL) == 0
+        web.submitter.submit = submit  # type: ignore[method-assign]
+        await web.post(BODY, **key)
+        assert end_of(web, "chatcmpl-2") == ("offered", "")
+
+    run(test)
+
+
 def test_a_request_in_the_background_is_joined_too() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
