@@ -41,7 +41,7 @@ OUTSIDE = {
     *("systemctl", "journalctl", "nginx", "podman", "redis-cli", "sudo", "useradd", "git", "cp", "tar", "cat", "rm"),
 }
 """Programs of an operator's machine."""
-MAKE_VARIABLES = {"PYTHON", "TORCH", "MINUTES", "SEED"}
+MAKE_VARIABLES = {"NAME", "PYTHON", "TORCH", "MINUTES", "SEED"}
 TEST_VARIABLES = {"SIMULATION_SCHEDULES", "SIMULATION_SEED"}
 EXAMPLES = {
     "MODEL": "smollm2-135m-instruct",
@@ -58,7 +58,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A command in a fenced block."""
+    """A command for the shell."""
 
     document: str
     text: str
@@ -83,7 +83,14 @@ def command_lines() -> Iterator[Line]:
                         yield Line(document, command)
 
 
-LINES = list(command_lines())
+def inline_commands() -> Iterator[Line]:
+    for document, text in DOCUMENTS.items():
+        prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+        for command in re.findall(r"`((?:[A-Z_]+=\S+ )*(?:make|curl|honcho|python -m|\.venv/bin/\S+) [^`]*)`", prose):
+            yield Line(document, command)
+
+
+LINES = sorted({*command_lines(), *inline_commands()}, key=str)
 INLINE = sorted(
     {
         command
@@ -193,6 +200,14 @@ def test_the_straight_line_names_every_room() -> None:
     assert {"app", "bridge", "tasks", "decode"} <= set(steps)
 
 
+def test_every_error_code_in_the_table_of_troubles_is_one() -> None:
+    table = OPERATING.partition("## When something is wrong")[2]
+    codes = set(re.findall(r"^\| [45]\d\d `(\w+)`", table, re.MULTILINE))
+    assert len(codes) > 5
+    source = (ROOT / "app/errors.py").read_text()
+    assert [code for code in codes if f'"{code}"' not in source] == []
+
+
 def test_every_script_of_the_protocol_is_described() -> None:
     table = DOCUMENTS["docs/protocol.md"].partition("## The scripts")[2].partition("\n## ")[0]
     names = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
@@ -206,7 +221,7 @@ def test_every_command_is_one(text: str) -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=str)
-def test_every_line_of_a_shell_block_works(line: Line, server: LocalServer) -> None:
+def test_every_command_line_works(line: Line, server: LocalServer) -> None:
     words = shlex.split(line.text)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         assert words[0].partition("=")[0] in set(settings_in_code()) | TEST_VARIABLES | {"PORT"}
