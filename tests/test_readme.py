@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from decode.registry import PUBLISHED
+from tasks.metrics import METRICS
 from tasks.settings import WebSettings
 from tasks.supervisor import EXIT_CANNOT_SERVE, KILL_AFTER_S
 from tokenferry.cli import build_parser
@@ -206,6 +207,12 @@ def test_every_error_code_in_the_table_of_troubles_is_one() -> None:
     assert len(codes) > 5
     source = (ROOT / "app/errors.py").read_text()
     assert [code for code in codes if f'"{code}"' not in source] == []
+
+
+def test_every_number_that_is_named_is_measured() -> None:
+    named = {name for text in DOCUMENTS.values() for name in re.findall(r"`(vllm:\w+|tokenferry_[a-z_]+)`", text)}
+    assert len(named) > 10
+    assert named - {metric.name for metric in METRICS} - {metric.shown_name for metric in METRICS} == set()
 
 
 def test_every_script_of_the_protocol_is_described() -> None:
