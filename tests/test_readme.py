@@ -24,9 +24,17 @@ from pathlib import Path
 import pytest
 
 from decode.registry import PUBLISHED
+from tasks import keys
+from tasks.broker import build_broker
+from tasks.clients import connect
+from tasks.contract import WorkerLoad
 from tasks.metrics import METRICS
+from tasks.record import RequestRecords
 from tasks.settings import WebSettings
+from tasks.submit import Submitter
 from tasks.supervisor import EXIT_CANNOT_SERVE, KILL_AFTER_S
+from tests.conftest import RedisServer
+from tests.tasks.cell import MODEL, info, job
 from tokenferry.cli import build_parser
 from tokenferry.server import LocalServer, open_server
 
@@ -378,3 +386,18 @@ def test_the_container_file_copies_what_there_is_and_starts_a_command() -> None:
             assert {pair.partition("=")[0] for pair in line.split()[1:]} <= set(settings_in_code()) | {
                 "PYTHONUNBUFFERED"
             }
+
+
+def test_a_second_cell_in_the_databases_after_next_touches_nothing_of_the_first(real_server: RedisServer) -> None:
+    assert real_server.url is not None
+    url = real_server.url.replace("db=0", "db=2")
+    redis, queue = connect(url, use="short"), connect(url, use="queue")
+    try:
+        records = RequestRecords(redis)
+        records.heartbeat(info("w1"), WorkerLoad(), 60_000)
+        Submitter(records, build_broker(queue), redis).submit([job()], reader="web", max_waiting=9)
+        assert queue.llen(keys.message_list(keys.queue_new(MODEL))) == 1
+        assert [real_server.connect().dbsize(), real_server.connect("queue").dbsize()] == [0, 0]
+    finally:
+        redis.close()
+        queue.close()
