@@ -16,6 +16,7 @@ Environ = Mapping[str, str]
 VARIANTS = ("auto", "q4", "q8", "bf16", "fp32")
 DEVICES = ("cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+")
 """As a browser spells it: scheme, host and port in lower case, and nothing after."""
@@ -42,6 +43,7 @@ class WebSettings:
     cors_origins: tuple[str, ...]
     """"*" is every origin; empty is none."""
     log_level: str
+    log_format: str
 
     @classmethod
     def from_env(cls, environ: Environ) -> WebSettings:
@@ -58,7 +60,8 @@ class WebSettings:
             first_token_deadline_s=_first_token_deadline_s(environ),
             api_keys_file=_file(environ, "API_KEYS_FILE"),
             cors_origins=_cors_origins(environ),
-            log_level=_log_level(environ),
+            log_level=log_level(environ),
+            log_format=log_format(environ),
         )
 
 
@@ -83,6 +86,7 @@ class WorkerSettings:
     scripted_step_ms: int
     """What a step of the scripted engine is declared to take."""
     log_level: str
+    log_format: str
 
     @classmethod
     def from_env(cls, environ: Environ) -> WorkerSettings:
@@ -115,7 +119,8 @@ class WorkerSettings:
             stall_limit_s=_integer(environ, "STALL_LIMIT_S", 30, 1, 3600),
             stream_ttl_s=_stream_ttl_s(environ),
             scripted_step_ms=_integer(environ, "SCRIPTED_STEP_MS", 10, 0, 60_000),
-            log_level=_log_level(environ),
+            log_level=log_level(environ),
+            log_format=log_format(environ),
         )
 
 
@@ -128,6 +133,7 @@ class BridgeSettings:
     stream_ttl_s: int
     first_token_deadline_s: int
     log_level: str
+    log_format: str
 
     @classmethod
     def from_env(cls, environ: Environ) -> BridgeSettings:
@@ -139,7 +145,8 @@ class BridgeSettings:
             catalog_max_mb=_integer(environ, "CATALOG_MAX_MB", 1024, 16, 1 << 30),
             stream_ttl_s=_stream_ttl_s(environ),
             first_token_deadline_s=_first_token_deadline_s(environ),
-            log_level=_log_level(environ),
+            log_level=log_level(environ),
+            log_format=log_format(environ),
         )
 
 
@@ -182,8 +189,14 @@ def _first_token_deadline_s(environ: Environ) -> int:
     return _integer(environ, "FIRST_TOKEN_DEADLINE_S", 60, 1, 86_400)
 
 
-def _log_level(environ: Environ) -> str:
+def log_level(environ: Environ) -> str:
+    """Raises SettingsError."""
     return _choice(environ, "LOG_LEVEL", "info", LOG_LEVELS)
+
+
+def log_format(environ: Environ) -> str:
+    """Raises SettingsError."""
+    return _choice(environ, "LOG_FORMAT", "text", LOG_FORMATS)
 
 
 def _file(environ: Environ, name: str) -> Path | None:

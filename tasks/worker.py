@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from tasks.clients import connect
 from tasks.loading import CANNOT_SERVE, load_for, model_name
+from tasks.logs import log_to_stderr
 from tasks.record import RequestRecords
 from tasks.running_worker import RunningWorker, describe_worker, new_worker_id, start_worker
 from tasks.settings import SettingsError, WorkerSettings
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] = ()) -> int:
     except SettingsError as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_CANNOT_SERVE
-    _log_to_stderr(settings.log_level)
+    if not logging.getLogger().handlers:  # our caller may have set logging up
+        log_to_stderr(settings.log_level, settings.log_format)
     if not argv:
         return supervise(settings)
     worker, supervisor_pid = argv[1], int(argv[2])
@@ -127,12 +129,6 @@ def _die_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     if os.getppid() != parent_pid:  # it died before we asked
         os._exit(0)
-
-
-def _log_to_stderr(level: str) -> None:
-    """One event a line, unless our caller has set logging up. A process manager has a clock, ours stays out then."""
-    clock = "" if "HONCHO_PROCESS_NAME" in os.environ else "%(asctime)s "
-    logging.basicConfig(level=level.upper(), stream=sys.stderr, format=f"{clock}%(levelname)s %(name)s %(message)s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The lines of the Procfile: what each process does with its environment before its composition root takes over.
 
 Owns what a process manager gets wrong for us (the port numbers that honcho hands out, and that it ends everything
-when one process dies) and the logging format.
+when one process dies).
 Refuses to know what the processes do: `app.main`, `tasks.worker`, `bridge.main` and `tokenferry.valkey` do.
 """
 
@@ -17,10 +17,21 @@ from collections.abc import Callable, Mapping
 
 from decode.errors import DecodeError
 from decode.registry import ModelError
-from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, data_dir
+from tasks.logs import log_to_stderr
+from tasks.settings import (
+    BridgeSettings,
+    SettingsError,
+    WebSettings,
+    WorkerSettings,
+    data_dir,
+    log_format,
+    log_level,
+)
 from tasks.supervisor import EXIT_CANNOT_SERVE, Supervisor
 from tokenferry.errors import ForPeople
 from tokenferry.valkey import keep_running, stop_with_parent
+
+log = logging.getLogger(__name__)
 
 HONCHO_PORT = 5000
 """What honcho takes as the base port when nobody said one. We read it as: not set."""
@@ -34,7 +45,7 @@ BASE_PORT = "TOKENFERRY_BASE_PORT"
 def web() -> int:
     """Raises SettingsError."""
     settings = WebSettings.from_env(web_environ(os.environ))
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format)
 
     def run() -> None:
         from app.main import run
@@ -46,7 +57,7 @@ def web() -> int:
 
 def worker() -> int:
     settings = WorkerSettings.from_env(os.environ)
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format)
     from tasks.worker import main
 
     return int(main() or 0)
@@ -55,7 +66,7 @@ def worker() -> int:
 def bridge() -> int:
     """Raises SettingsError."""
     settings = BridgeSettings.from_env(os.environ)
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format)
 
     def run() -> None:
         from bridge.main import run
@@ -67,14 +78,15 @@ def bridge() -> int:
 
 def redis() -> int:
     """The embedded Valkey, or nothing when REDIS_URL names another server (but stay: honcho ends with its first)."""
+    log_to_stderr(log_level(os.environ), log_format(os.environ))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.set())
     if os.environ.get("REDIS_URL", "").strip():
-        _say("REDIS_URL is set: the embedded Valkey is not needed")
+        log.info("REDIS_URL is set: the embedded Valkey is not needed")
         stop.wait()
         return 0
-    keep_running(data_dir(os.environ), stop, _say)
+    keep_running(data_dir(os.environ), stop, log.info)
     return 0
 
 
@@ -123,16 +135,3 @@ def web_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
     if environ.get("PORT") == str(HONCHO_PORT + number):
         return {**environ, "PORT": str(DEFAULT_PORT + number)}
     return environ
-
-
-def log_to_stderr(level: str) -> None:
-    """One event a line. A process manager adds its own clock, so ours stays out under one."""
-    under_manager = "HONCHO_PROCESS_NAME" in os.environ
-    clock = "" if under_manager else "%(asctime)s "
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format=f"{clock}%(levelname)s %(name)s %(message)s", force=True
-    )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

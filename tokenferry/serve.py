@@ -133,6 +133,8 @@ def _start_honcho(plan: Plan, environ: Mapping[str, str], num_web: int) -> subpr
     formation = f"web={num_web},worker={plan.num_workers}"
     command = [sys.executable, "-m", "honcho", "-f", PROCFILE.name, "-d", str(PROCFILE.parent), "start"]
     command += ["-c", formation, "-p", str(plan.web.port)]
+    if plan.web.log_format == "json":
+        command.append("--no-prefix")  # the lines say themselves which process they are of
     return subprocess.Popen(
         command,
         env={
