@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check setup demo bench bench-peers soak clean
+.PHONY: serve test check setup demo bench bench-peers soak conformance clean
 
 serve: setup
 	@exec $(BIN)/tokenferry serve
@@ -40,6 +40,11 @@ soak: setup
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) --report bench/RELIABILITY.md
 
+# Clients of other people as judges of the surface, in an environment of their own; needs node 20.
+conformance: setup
+	$(BIN)/tokenferry pull smollm2-135m-instruct
+	$(BIN)/python -m tests.conformance
+
 setup: $(VENV)/installed
 
 $(VENV)/created:
@@ -58,4 +63,4 @@ $(VENV)/installed: pyproject.toml | $(VENV)/torch
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .conformance .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
