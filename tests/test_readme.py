@@ -174,7 +174,7 @@ def test_every_named_test_exists(module: str, name: str) -> None:
 @cache
 def functions_of(module: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:
