@@ -20,6 +20,8 @@ MUST_BE_SEEN = {
     "append without an answer",
     "called again",
     "continued",
+    "forestalled",
+    "generated anew",
     "crashed holding",
     "joined",
     "lost data",
@@ -58,5 +60,6 @@ def test_a_seed_replays_its_schedule() -> None:
     first, second = Simulation(server, 7), Simulation(server, 7)
     for simulation in (first, second):
         server.redis.flushall()
+        server.redis.script_flush()
         simulation.run()
     assert first.trace == second.trace
