@@ -217,7 +217,8 @@ class AssignmentConsumer:
 
     def _fetch(self) -> bool:
         reply = self._scripts.call("fetch", None, *self._fetch_arguments)
-        self._is_idle = reply is None
+        # PERF: the last message says that it is the last: one useless fetch less for every request of a quiet cell.
+        self._is_idle = reply is None or not reply[3]
         if reply is None:
             return False
         queue, message_id = self.queues[int(reply[0])], reply[1].decode()

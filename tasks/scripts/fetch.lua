@@ -1,7 +1,8 @@
 -- Take one message out of several Dramatiq queues (in Dramatiq's database).
 -- now, broker id, heartbeats key, ttl_ms of its books, then for each queue: list key, messages key, acks key, and by
 -- how many ms later its messages count as offered ('' = before all queues after it).
--- Replies { position of the queue from 0, message id, message }, or nil. `tasks.priorities` has the rule.
+-- Replies { position of the queue from 0, message id, message, 1 if there is more to take }, or nil.
+-- `tasks.priorities` has the rule.
 redis.call('ZADD', ARGV[3], int(now), ARGV[2])
 redis.call('PEXPIRE', ARGV[3], ARGV[4])
 
@@ -48,4 +49,8 @@ end
 redis.call('LPOP', ARGV[best.n])
 redis.call('SADD', ARGV[best.n + 2], best.id)
 redis.call('PEXPIRE', ARGV[best.n + 2], ARGV[4])
-return { (best.n - 5) / 4, best.id, best.message }
+local num_left = 0
+for n = 5, #ARGV, 4 do
+  num_left = num_left + redis.call('LLEN', ARGV[n])
+end
+return { (best.n - 5) / 4, best.id, best.message, num_left > 0 and 1 or 0 }

@@ -37,6 +37,7 @@ class Worker:
             scripted_engine(kv_cache_tokens=16 * 1024, max_num_seqs=num_slots, max_num_batched_tokens=64)
         )
         self.broker = build_broker(cell.server.connect("queue"))
+        self.blocking = cell.server.connect("blocking")
         self.consumer = AssignmentConsumer(
             self.broker,
             cell.records,
@@ -44,7 +45,7 @@ class Worker:
             self.gate,
             self.take,
             redis=cell.server.connect("short"),
-            blocking=cell.server.connect("blocking"),
+            blocking=self.blocking,
             num_live_workers=lambda: num_live,
             block_s=0.01,
             monotonic=lambda: cell.now_ms / 1000,
@@ -102,6 +103,24 @@ def test_unfinished_streams_come_before_let_down_requests_before_new_ones(cell: 
     for _ in range(4):
         worker.consumer.tick()
     assert worker.ids == ["c", "a", "n", "m"]
+
+
+def test_after_the_last_message_the_consumer_waits_before_it_looks_again(
+    cell: Cell, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def note(client: Any, name: str) -> None:
+        call = getattr(client, name)
+        monkeypatch.setattr(client, name, lambda *args, **options: done.append(name) or call(*args, **options))
+
+    note(worker.broker.client, "evalsha")
+    note(worker.blocking, "blpop")
+    push(cell, NEW, "r1")
+    push(cell, AGAIN, "r2")
+    for _ in range(3):
+        worker.consumer.tick()
+    assert done == ["evalsha", "evalsha", "blpop", "evalsha"]
 
 
 def test_continuations_of_another_fingerprint_are_left_alone(cell: Cell, worker: Worker) -> None:
