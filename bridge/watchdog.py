@@ -144,8 +144,8 @@ class Watchdog:
             for request_id, attempt in held:
                 self._settle(self._records.reoffer(request_id, attempt, "worker_lost", now_ms), done)
             # Last, so that a watchdog killed on the way is followed by one that finds the worker again.
-            self._records.leave(worker, model, now_ms)
-            done.workers_gone.append(worker)
+            if self._records.forget_worker(worker, model, now_ms):
+                done.workers_gone.append(worker)
 
     def _bury_readers(self, now_ms: int | None, done: Tick) -> None:
         for reader in self._records.expired_readers(now_ms):

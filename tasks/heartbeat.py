@@ -81,12 +81,8 @@ class Heartbeat:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        worker, model = self._info.worker, self._info.model
         try:
-            if self._records.held(worker):
-                self._records.expire_lease(worker, model)
-            else:
-                self._records.leave(worker, model)
+            self._records.leave(self._info.worker, self._info.model)
         except RedisError as error:
             log.warning("left without saying so, the lease will run out: %s", error)
 

@@ -49,8 +49,12 @@ class Leases:
         )
 
     def leave(self, worker: str, model: str, now_ms: int | None = None) -> None:
-        """Forget a worker: by itself when it has released everything, by the watchdog after re-offering it all."""
-        self._scripts.call("leave", now_ms, worker, model)
+        """A worker ends. What it still holds is the watchdog's to offer again, at once: its lease is over."""
+        self._scripts.call("leave", now_ms, worker, model, 0)
+
+    def forget_worker(self, worker: str, model: str, now_ms: int | None = None) -> bool:
+        """By the watchdog, after re-offering all of it. False: it is alive again, or has begun to hold something."""
+        return bool(self._scripts.call("leave", now_ms, worker, model, 1))
 
     def expire_lease(self, worker: str, model: str) -> None:
         """Say that a worker is dead before its lease runs out (its supervisor saw it die)."""
@@ -78,7 +82,7 @@ class Leases:
         return found
 
     def expired_workers(self, now_ms: int | None = None) -> list[tuple[str, str]]:
-        """(model, worker) of every worker whose lease is over and that nobody has made `leave` yet."""
+        """(model, worker) of every worker whose lease is over and that nobody has forgotten yet."""
         now = self._now(now_ms)
         return [
             (model, worker.decode())

@@ -1,6 +1,8 @@
 -- now, id, attempt, worker, fingerprint, claim id (the same again when re-sent), lease_check_ms, active_ttl_ms
 local id, attempt, worker, fingerprint, claim_id = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local lease_check, active_ttl = tonumber(ARGV[7]), ARGV[8]
+-- Until the next heartbeat of a worker that was believed dead: as long as the usual lease.
+local CLAIM_LEASE_MS = 500
 local req = REQUEST:format(id)
 
 local r = record(id)
@@ -24,6 +26,8 @@ if not again then
   redis.call('ZREM', WAITING:format(r.model, r.class), id)
   redis.call('SADD', HELD:format(worker), id)
   redis.call('PEXPIRE', HELD:format(worker), active_ttl)
+  -- Whoever holds is watched, also after it was believed dead and forgotten.
+  redis.call('ZADD', WORKERS:format(r.model), 'NX', int(now + CLAIM_LEASE_MS), worker)
   look_at(r, now + lease_check)
   local claims = CLAIMS:format(r.model, int(math.floor(now / CLAIMS_BUCKET_MS)))
   redis.call('INCR', claims)

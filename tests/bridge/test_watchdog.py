@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from redis.exceptions import ConnectionError
 
@@ -308,6 +310,67 @@ def test_a_held_request_that_its_worker_forgot_is_found_by_its_lease_check(cell:
     cell.watchdog.tick(T0 + LEASE_MS)
     done = [item for now_ms in range(T0 + 1000, T0 + 6000, 500) for item in cell.watchdog.tick(now_ms).reoffered]
     assert [item.attempt for item in done[:1]] == [2]
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], object]) -> None:
+    """Right after the watchdog has looked at what a worker holds."""
+    held = RequestRecords.held
+
+    def looked(self: RequestRecords, worker: str) -> list[tuple[str, int]]:
+        found = held(self, worker)
+        happen()
+        return found
+
+    monkeypatch.setattr(RequestRecords, "held", looked)
+
+
+def test_what_a_worker_claims_during_its_burial_is_found_by_the_next_tick(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell.join("w1", T0)
+    settle(cell, T0)
+    cell.offer("r1", T0)
+    with monkeypatch.context() as patch:
+        meanwhile(patch, lambda: cell.claim("r1", "w1", T0 + LEASE_MS))
+        assert cell.watchdog.tick(T0 + LEASE_MS).workers_gone == []
+    done = cell.watchdog.tick(T0 + LEASE_MS + 20)
+    assert done.reoffered == [Reoffer("r1", 2, AGAIN)]
+    assert done.workers_gone == ["w1"]
+
+
+def test_what_a_dead_worker_claims_after_its_burial_is_found_when_a_lease_is_over(cell: Cell) -> None:
+    """Its claim was on its way when its supervisor saw it die."""
+    cell.join("w1", T0)
+    settle(cell, T0)
+    cell.offer("r1", T0)
+    cell.records.expire_lease("w1", MODEL)
+    assert cell.watchdog.tick(T0 + 50).workers_gone == ["w1"]
+    cell.claim("r1", "w1", T0 + 51)
+    assert cell.watchdog.tick(T0 + 50 + LEASE_MS).reoffered == []
+    assert cell.watchdog.tick(T0 + 51 + LEASE_MS).reoffered == [Reoffer("r1", 2, AGAIN)]
+
+
+def test_a_worker_that_is_heard_of_again_during_its_burial_is_not_forgotten(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forgotten, its requests would wait for the lease check if it died before its next heartbeat."""
+    cell.join("w1", T0)
+    settle(cell, T0)
+    cell.offer("r1", T0)
+    cell.claim("r1", "w1", T0 + 1)
+    with monkeypatch.context() as patch:
+        meanwhile(patch, lambda: cell.join("w1", T0 + LEASE_MS))
+        done = cell.watchdog.tick(T0 + LEASE_MS)
+    assert (done.reoffered, done.workers_gone) == ([], [])
+    assert cell.watchdog.tick(T0 + 2 * LEASE_MS).reoffered == [Reoffer("r1", 2, AGAIN)]
+
+
+def test_what_a_forgotten_worker_no_longer_holds_does_not_keep_its_name(cell: Cell) -> None:
+    cell.join("w1", T0)
+    settle(cell, T0)
+    cell.redis.sadd(keys.held("w1"), "ghost")
+    assert cell.watchdog.tick(T0 + LEASE_MS).workers_gone == ["w1"]
+    assert cell.redis.exists(keys.held("w1")) == 0
 
 
 def test_a_tick_looks_at_a_bounded_number_of_due_requests(cell: Cell) -> None:
