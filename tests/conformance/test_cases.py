@@ -1,30 +1,15 @@
-"""docs/conformance.md tells the truth: its tests exist, no number is left out, and the judges have these versions."""
+"""docs/conformance.md tells the truth: no number is left out, and the judges have these versions."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import openai
-import pytest
 
 TESTS = Path(__file__).parent.parent
 PAGE = (TESTS.parent / "docs/conformance.md").read_text()
-NAMED = sorted(set(re.findall(r"`(\w+/\w+)::(test_\w+)`", PAGE)))
-
-
-@cache
-def names_in(module: str) -> set[str]:
-    nodes = ast.walk(ast.parse((TESTS / f"{module}.py").read_text()))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-@pytest.mark.parametrize(("module", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_every_named_test_exists(module: str, name: str) -> None:
-    assert name in names_in(module)
 
 
 def test_no_number_is_left_out_and_each_has_a_test() -> None:
