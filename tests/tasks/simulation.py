@@ -74,6 +74,8 @@ class Link:
         simulation.touch(args)
         lost = simulation.loss()
         if self.is_cut or lost == "call":
+            if simulation.chance(0.5):
+                simulation.late.append((sha, num_keys, args))  # it is in a buffer, and arrives after all
             raise ConnectionError("the call got lost")
         reply = simulation.server.evalsha(sha, num_keys, *args)
         if simulation.chance(0.08):
@@ -215,6 +217,7 @@ class Simulation:
         self.asked: dict[str, Ask] = {}
         self.lost: set[str] = set()
         self.owners: dict[str, str] = {}
+        self.given_up: set[str] = set()
         self.touched: set[str] = set()
         self.read: dict[str, Read] = {}
         self.victims: dict[str, int] = {}
@@ -416,8 +419,7 @@ class Simulation:
                 self.check(self.is_unknown(request_id), f"{request_id} joined another and is there")
                 del self.accepted[request_id]
         if ask.key:
-            owner = self.owners.setdefault(ask.key, submitted.request_id)
-            self.check(owner == submitted.request_id, f"{ask.key} led to {owner} and to {submitted.request_id}")
+            self.own(ask.key, submitted.request_id)
         family = self.accepted[submitted.request_id]
         web.reading |= set(family.ids)
         if submitted.created:
@@ -425,19 +427,38 @@ class Simulation:
                 self.queue.put(keys.queue_new(MODEL, job.priority), job.request_id, 1)
             self.seen.add("several choices" if len(jobs) > 1 else "one choice")
 
+    def own(self, key: str, request_id: str) -> None:
+        """A key leads to one request, until that has failed or nobody has come back to it."""
+        owner = self.owners.get(key)
+        if owner is not None and owner != request_id:
+            self.seen.add("generated anew")
+            self.check(self.was_let_down(owner), f"{key} led to {owner} and to {request_id}")
+        self.owners[key] = request_id
+
+    def was_let_down(self, request_id: str) -> bool:
+        states = [self.books.record(choice) or {} for choice in self.asked[request_id].ids]
+        return any(
+            state.get("state") == "failed" or (state.get("state"), state.get("reason")) == ("cancelled", "disconnect")
+            for state in states
+        )
+
     def unsure(self, web: Web, ask: Ask) -> None:
         """A client with a key asks again, after a while; for one without, the web process ends what may be there."""
         self.seen.add("submit without an answer")
         if ask.key:
             self.unknown.append(ask)
+        self.later(web, lambda: self.give_up(web, ask))
+
+    def give_up(self, web: Web, ask: Ask) -> None:
+        """As `app.answers.Closer` does."""
+        web.records.forestall(ask.ids, self.now_ms)
+        if ask.key:
+            if unread := [request_id for request_id in ask.ids if request_id not in web.reading]:
+                web.records.detach(unread, web.name, now_ms=self.now_ms)
             return
         for request_id in ask.ids:
-            self.later(
-                web,
-                lambda request_id=request_id: web.records.close(
-                    request_id, "cancelled", "not_accepted", now_ms=self.now_ms
-                ),
-            )
+            web.records.close(request_id, "cancelled", "not_accepted", now_ms=self.now_ms)
+        self.given_up.update(ask.ids)
 
     def new_ask(self) -> Ask:
         old = self.random.choice(self.asks) if self.asks and self.chance(0.3) else None
@@ -461,8 +482,12 @@ class Simulation:
         """The client of a submit without an answer comes again, as another request with the same key."""
         if self.unknown:
             ask = self.unknown.pop(0)
-            ids = [request_id.replace("r", "again", 1) for request_id in ask.ids]
-            self.submit(web, Ask(ids, ask.outlives, ask.key, ask.digest, self.name("n")))
+            self.submit(web, self.again(ask))
+
+    def again(self, ask: Ask) -> Ask:
+        first = self.name("again")
+        ids = [first + request_id.removeprefix(ask.ids[0]) for request_id in ask.ids]
+        return Ask(ids, ask.outlives, ask.key, ask.digest, self.name("n"))
 
     def later(self, web: Web, call: Callable[[], object]) -> None:
         web.todo.append(call)
@@ -538,6 +563,7 @@ class Simulation:
         self.late.clear()
         self.unknown.clear()
         self.owners.clear()
+        self.given_up.clear()
         self.asks.clear()
         self.asked.clear()
         for web in self.webs:
@@ -562,7 +588,7 @@ class Simulation:
                 self.seen.add("accepted late")
                 self.accepted[request_id] = ask
                 if ask.key:
-                    self.owners[ask.key] = ask.ids[0]
+                    self.own(ask.key, ask.ids[0])
 
     def watch(self) -> None:
         try:
@@ -662,13 +688,19 @@ class Simulation:
         for fingerprint in ("fp1", "fp2"):
             self.workers.append(self.new_worker())
             self.workers[-1].fingerprint = fingerprint
+        self.rounds()
+        for ask in [self.asked[owner] for owner in self.owners.values() if self.was_let_down(owner)]:
+            self.happen("repeat", self.webs[0].name, lambda ask=ask: self.submit(self.webs[0], self.again(ask)))
+        self.rounds()
+        for worker in self.workers:
+            self.happen("step", worker.name, lambda worker=worker: self.step(worker))
+        self.check_the_end()
+
+    def rounds(self) -> None:
         for _ in range(MAX_ROUNDS):
             self.round()
             if all(self.is_over(request_id) for request_id in self.accepted):
                 break
-        for worker in self.workers:
-            self.happen("step", worker.name, lambda worker=worker: self.step(worker))
-        self.check_the_end()
 
     def round(self) -> None:
         self.now_ms += 200
@@ -701,6 +733,13 @@ class Simulation:
         state = self.books.record(request_id)
         if state is None:
             self.check(self.is_unknown(request_id), f"{request_id} has no record but a stream or readers")
+            return
+        if state["attempt"] == "0":
+            self.seen.add("forestalled")
+            self.check(state["reason"] == "not_accepted", f"{request_id} has no attempt: {state}")
+            self.check(
+                not self.books.has(keys.out(request_id), keys.readers_of(request_id)), f"{request_id}: {state}"
+            )
             return
         read = self.check_stream(request_id)
         self.check(int(state["next_index"]) == len(read.tokens), f"{request_id} counts {state['next_index']} tokens")
@@ -784,7 +823,10 @@ class Simulation:
         for request_id in self.accepted:
             self.check_request(request_id)
         for request_id in self.lost:
-            self.check(self.is_unknown(request_id), f"{request_id} was lost and has come back")
+            is_forestalled = (self.books.record(request_id) or {}).get("attempt") == "0"
+            self.check(is_forestalled or self.is_unknown(request_id), f"{request_id} was lost and has come back")
+        for request_id in self.given_up:
+            self.check(self.is_over(request_id), f"{request_id} was given up and goes on")
 
     def check_the_end(self) -> None:
         self.check_everything()
