@@ -104,9 +104,9 @@ class Picture:
         self._failures: deque[dict[str, Any]] = deque(maxlen=MAX_FAILURES)
         self._incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
 
-    def look(self) -> dict[str, Any]:
-        """The whole picture, as JSON takes it."""
-        overview = self._live.look()
+    def look(self, now_ms: int | None = None) -> dict[str, Any]:
+        """The whole picture, as JSON takes it. `now_ms` is for tests."""
+        overview = self._live.look(now_ms=now_ms)
         # After the requests: what ended in between has its last tokens counted by its end, and none twice.
         for fact in facts_of(self._new_facts()):
             self._take(fact)

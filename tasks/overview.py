@@ -92,14 +92,15 @@ class Overview:
 
 
 class LiveCell:
-    """Raises redis.exceptions.RedisError."""
+    """Raises redis.exceptions.RedisError. `now_ms` is for tests, the default is Redis' clock."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis: Any = redis  # redis-py's reply types fit neither RESP version
 
-    def look(self, max_requests: int = MAX_REQUESTS) -> Overview:
+    def look(self, max_requests: int = MAX_REQUESTS, now_ms: int | None = None) -> Overview:
         """A handful of round trips, whatever there is to see."""
-        at_ms, models = self._start()
+        redis_ms, models = self._start()
+        at_ms = redis_ms if now_ms is None else now_ms
         leases, queues, waiting = self._leases_and_queues(models)
         workers, held, num_strange = self._workers(leases, at_ms)
         shown = [*held[:max_requests], *waiting]

@@ -76,6 +76,7 @@ export function drawCells(svg, used, count, columns, size) {
   const path = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, n) => square(from + n)).join("");
   const rows = Math.ceil(count / columns);
   svg.setAttribute("viewBox", `0 0 ${columns * pitch - 2} ${Math.max(1, rows) * pitch - 2}`);
+  svg.setAttribute("preserveAspectRatio", "xMinYMid meet");
   svg.replaceChildren(
     shape("path", { class: "cell", d: path(used, count) }),
     shape("path", { class: "cell used", d: path(0, used) }),
