@@ -1,7 +1,7 @@
 """Spans of one request through all processes, by OpenTelemetry, if the operator wants them.
 
 Owns the passage between our times and OpenTelemetry's spans. Refuses to import OpenTelemetry unless
-`OTEL_EXPORTER_OTLP_ENDPOINT` is set: without it `OFF` does nothing, and the package need not be there. What the SDK
+an endpoint is set: without one `OFF` does nothing, and the package need not be there. What the SDK
 itself reads from `OTEL_*` variables (service name, headers, sampler) holds.
 """
 
@@ -14,6 +14,9 @@ from typing import Any, Protocol
 from tasks.settings import SettingsError
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+"""Goes over the former, and is the whole address."""
+EXPORT_S = 2
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 Value = str | int | float | bool
@@ -38,7 +41,7 @@ class Tracer(Protocol):
         """A span that is over already; times of day."""
 
     def flush(self) -> None:
-        """Sends what has not been sent; blocks for a second at most."""
+        """Sends what has not been sent; blocks for EXPORT_S at most."""
 
 
 class _NoSpan:
@@ -67,7 +70,7 @@ OFF: Tracer = _Off()
 
 def open_tracer(environ: Mapping[str, str], service: str, process: str) -> Tracer:
     """What the environment asks for; `service` is the kind of process. Raises SettingsError."""
-    if not environ.get(ENDPOINT, "").strip():
+    if not (environ.get(ENDPOINT, "").strip() or environ.get(TRACES_ENDPOINT, "").strip()):
         return OFF
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -80,8 +83,14 @@ def open_tracer(environ: Mapping[str, str], service: str, process: str) -> Trace
     provider = TracerProvider(
         resource=Resource.create({"service.name": name, "service.instance.id": process}), shutdown_on_exit=False
     )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=2)))
+    exporter = OTLPSpanExporter(endpoint=_endpoint(environ), timeout=EXPORT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     return OtelTracer(provider)
+
+
+def _endpoint(environ: Mapping[str, str]) -> str:
+    own = environ.get(TRACES_ENDPOINT, "").strip()
+    return own or environ[ENDPOINT].strip().rstrip("/") + "/v1/traces"
 
 
 class OtelTracer:

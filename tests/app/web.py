@@ -23,8 +23,10 @@ from tasks.broker import build_broker
 from tasks.clients import connect_fake
 from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad, pack_logprobs
 from tasks.overview import LiveCell
+from tasks.metrics_board import MetricsBoard
 from tasks.record import Append, Claimed, RequestRecords, Terminal
 from tasks.submit import Submitter
+from tasks.tracing import OFF, Tracer
 
 MODEL = "scripted"
 FINGERPRINT = "fp-1"
@@ -220,6 +222,7 @@ class Web:
         text_edges: Mapping[str, TextEdge] | None = None,
         outlet: bool = False,
         keys: KeyFile | None = None,
+        tracer: Tracer = OFF,
         beside: Web | None = None,
         **settings: Any,
     ) -> None:
@@ -250,6 +253,8 @@ class Web:
             live=LiveCell(self.redis),
             settings=ApplicationSettings(**settings),
             keys=keys,
+            board=MetricsBoard(self.redis),
+            tracer=tracer,
             pool=Inline(),
             clock=lambda: START_S,
             monotonic=lambda: self.now_s,
