@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench.load import drive, encode_request
 from bench.overhead import body_of, cell
 from bench.plot import Panel, svg
 from decode.checkpoint import Checkpoint, open_checkpoint
@@ -35,6 +34,7 @@ from decode.registry import DEFAULT_MODEL, resolve
 from decode.sampling import SamplingParams
 from decode.sequence import Sequence as EngineSequence
 from tasks.settings import cache_dir
+from tokenferry.load import drive, encode_request
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = (128, 256, 512, 1024, 2048, 4096)

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.load import Tally, Target, drive, encode_request, one_answer, percentile_ms
 from bench.machine import cpu_s, descendants
 from tokenferry.cell import HOST, Cell
+from tokenferry.load import Tally, Target, drive, encode_request, one_answer, percentile_ms
 
 MODEL = "scripted"
 TIMEOUT_S = 60.0

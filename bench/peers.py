@@ -3,7 +3,7 @@
     python -m bench.peers --install        build and install the peers first (once; minutes to half an hour)
     python -m bench.peers --runs 3         measure, and write bench/RESULTS.md
 
-Owns starting and ending each server and the table. Refuses to know how a load is driven (`bench.load`). The servers
+Owns starting and ending each server and the table. Refuses to know how a load is driven (`tokenferry.load`). They
 run one after the other, so that each has the machine for itself, and every run measures all of them, so that a noisy
 hour hits them alike. Everything is on the loopback address. Peers: llama-server from the sources in the sdist of
 llama-cpp-python, vLLM's CPU build and, where it was installed on purpose (`--install --with-transformers`),
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from bench.load import Target, parse_arguments, run
 from bench.machine import descendants, machine
 from decode.registry import DEFAULT_MODEL, resolve
+from tokenferry.load import Target, parse_arguments, run
 
 LOADS = (
     *(("short", n) for n in (1, 4, 16, 32)),

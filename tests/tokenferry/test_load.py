@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.load import (
+from tokenferry.load import (
     Stream,
     Tally,
     Target,
