@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tasks.contract import EndState, GenerationJob
 
 State = Literal["offered", "claimed", "streaming", "finished", "cancelled", "failed"]
 RefusalReason = Literal["stale", "closed", "gap", "missing"]
 
+STATES: tuple[str, ...] = get_args(State)
 END_STATES: frozenset[str] = frozenset({"finished", "cancelled", "failed"})
 
 

@@ -10,13 +10,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from decode.config import CheckpointError
 from decode.registry import ModelError
+from tasks.moves import STATES
 from tasks.preflight import PreflightRefused
-from tasks.settings import SettingsError, cache_dir
+from tasks.settings import SettingsError, cache_dir, data_dir, redis_url
 from tokenferry.errors import ForPeople
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+    from tokenferry.history import History
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -71,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_model_commands(commands)
     _add_chat(commands)
+    _add_history(commands)
+    _add_live(commands)
+    _add_bench(commands)
     _add_preflight(commands)
     demo = commands.add_parser("demo", help="two workers without weights behind one listener, shown live")
     demo.set_defaults(command=_demo)
@@ -82,6 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     }.items():
         process = commands.add_parser(name, help=f"a line of the Procfile: {what}")
         process.set_defaults(command=_process, process=name)
+    completion = commands.add_parser("completion", help="what makes a shell complete these commands")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(command=_completion)
     return parser
 
 
@@ -115,6 +128,62 @@ def _add_chat(commands: Commands) -> None:
     chat.add_argument("--system", default="", help="a system message to begin with")
     chat.add_argument("--max-tokens", type=int, default=None, help="limit of one answer")
     chat.set_defaults(command=_chat)
+
+
+def _add_history(commands: Commands) -> None:
+    requests = commands.add_parser("requests", help="the latest requests, from the catalog")
+    requests.add_argument("--model", default="", help="of this model only")
+    requests.add_argument("--state", choices=STATES, default="", help="in this state only")
+    requests.add_argument("--failed", action="store_const", const="failed", dest="state", help="only what failed")
+    requests.add_argument("--since", metavar="TIME", help="not older than 30s, 10m, 2h, 7d")
+    requests.add_argument(
+        "--slow", metavar="MS", type=int, nargs="?", const=1000, help="with a first token after MS (1000) or later"
+    )
+    requests.add_argument("--limit", type=_count, default=20, metavar="N", help="how many; default 20")
+    requests.add_argument("--follow", action="store_true", help="go on, with a line for every change")
+    requests.set_defaults(command=_requests)
+    request = commands.add_parser("request", help="the whole life of one request")
+    request.add_argument("id")
+    request.set_defaults(command=_request)
+    sql = commands.add_parser("sql", help="a question to the catalog, such as FROM usage")
+    sql.add_argument("sql")
+    sql.set_defaults(command=_sql)
+    export = commands.add_parser("export", help="the catalog's tables as Parquet files")
+    export.add_argument("folder")
+    export.set_defaults(command=_export)
+    for parser in (requests, request, sql, export):
+        parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_live(commands: Commands) -> None:
+    top = commands.add_parser("top", help="workers, queues and running requests, live")
+    top.add_argument("--once", action="store_true", help="one look, then end")
+    top.add_argument("--json", action="store_true", help="for programs: a line each second, or one document")
+    top.set_defaults(command=_top)
+    doctor = commands.add_parser("doctor", help="whether everything here is as it has to be, and what to do if not")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(command=_doctor)
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add_parser("bench", help="how fast the server on this machine is")
+    bench.add_argument("--base-url", default="", help="default: the server on this machine at HOST and PORT")
+    bench.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "local"))
+    bench.add_argument("--model", default="", help="default: the first that the server lists")
+    bench.add_argument("--kind", choices=("short", "long", "shared"), default="short", help="of prompts")
+    bench.add_argument(
+        "-c", "--concurrency", type=_count, nargs="+", default=[1, 4, 16], metavar="N", help="streams open at once"
+    )
+    bench.add_argument("-n", "--requests", type=_count, default=0, metavar="N", help="in each run")
+    bench.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="of each answer")
+    bench.add_argument("--json", action="store_true", help="for programs")
+    bench.set_defaults(command=_bench)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 1_000_000):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000,000, not {text!r}")
+    return int(text)
 
 
 def _add_preflight(commands: Commands) -> None:
@@ -159,6 +228,82 @@ def _chat(options: argparse.Namespace) -> int:
     web = WebSettings.from_env(os.environ)
     base_url = options.base_url or f"{origin(web.host, web.port)}/v1"
     return run(base_url, options.api_key, options.model, options.system, options.max_tokens)
+
+
+def _requests(options: argparse.Namespace) -> int:
+    from tokenferry.history import Wanted, duration_ms, show_requests
+
+    wanted = Wanted(
+        model=options.model,
+        state=options.state,
+        since_ms=None if options.since is None else duration_ms(options.since),
+        slow_ms=options.slow,
+        limit=options.limit,
+    )
+    return show_requests(_history(), wanted, as_json=options.json, follow=options.follow)
+
+
+def _request(options: argparse.Namespace) -> int:
+    from tokenferry.timeline import Lives, show_request
+
+    return show_request(Lives(_catalog_folder(), _redis()), options.id, as_json=options.json)
+
+
+def _sql(options: argparse.Namespace) -> int:
+    from tokenferry.history import show_sql
+
+    return show_sql(_history(), options.sql, as_json=options.json)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from tokenferry.history import show_export
+
+    return show_export(_history(), Path(options.folder), as_json=options.json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from tasks.overview import LiveCell
+    from tokenferry.top import show_top
+
+    return show_top(LiveCell(_redis()).look, once=options.once, as_json=options.json)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from tokenferry.doctor import examine, show_doctor
+
+    return show_doctor(examine(os.environ, _redis()), as_json=options.json)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from tasks.settings import WebSettings
+    from tokenferry.bench import bench
+    from tokenferry.serve import origin
+
+    web = WebSettings.from_env(os.environ)
+    return bench(options, (options.base_url or f"{origin(web.host, web.port)}/v1").rstrip("/"))
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(build_parser(), options.shell))
+    return 0
+
+
+def _history() -> History:
+    from tokenferry.history import History
+
+    return History(_catalog_folder())
+
+
+def _catalog_folder() -> Path:
+    return data_dir(os.environ) / "catalog"
+
+
+def _redis() -> Redis:
+    from tasks.clients import connect
+
+    return connect(redis_url(os.environ), use="short")
 
 
 def _preflight(options: argparse.Namespace) -> int:

@@ -91,3 +91,26 @@ def test_a_flag_stands_for_its_variable_and_leaves_the_others(monkeypatch: pytes
 def test_the_command_line_starts_without_torch() -> None:
     code = "import sys, tokenferry.cli as cli; cli.build_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in ("serve", "requests", "doctor", "top", "--follow"):
+        assert command.lstrip("-") in script
+
+
+def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["requests", "--limit", "0"], ["requests", "--state", "lost"], ["bench", "-c", "x"]]
+)
+def test_an_argument_that_is_not_allowed_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert arguments[1] in capsys.readouterr().err
