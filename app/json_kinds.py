@@ -137,8 +137,12 @@ class Pairs:
         if len(value) > self.max_pairs:
             raise invalid(param, f"{param} must have at most {self.max_pairs} entries.")
         for name, entry in value.items():
-            self.key.read(name, param)
-            self.value.read(entry, param)
+            if not isinstance(entry, str):
+                raise invalid(param, f"The values of {param} must be strings.", "invalid_type")
+            for what, text, limit in (("keys", name, self.key.max_length), ("values", entry, self.value.max_length)):
+                if len(text) > limit:
+                    raise invalid(param, f"The {what} of {param} must have at most {limit} characters.")
+                check_unicode(text, param)
         return value
 
     def schema(self) -> dict[str, Any]:

@@ -225,6 +225,21 @@ def test_every_documented_field_has_values_that_are_taken(name: str, value: Any)
     parse(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"a": 1}, "The values of metadata must be strings."),
+        ({"a": None}, "The values of metadata must be strings."),
+        ({"a": "x" * 513}, "The values of metadata must have at most 512 characters."),
+        ({"x" * 65: "a"}, "The keys of metadata must have at most 64 characters."),
+        ({str(number): "a" for number in range(17)}, "metadata must have at most 16 entries."),
+    ],
+)
+def test_metadata_is_told_what_of_it_is_wrong(metadata: dict[str, Any], message: str) -> None:
+    error = refusal(metadata=metadata)
+    assert (error.param, error.message) == ("metadata", message)
+
+
 def test_stop_is_one_string_or_up_to_four() -> None:
     assert parse(stop="a").stop == ("a",)
     assert parse(stop=["a", "b", "c", "d"]).stop == ("a", "b", "c", "d")
