@@ -22,8 +22,8 @@ from decode.sampling import TokenLogprobs
 from tasks.broker import build_broker
 from tasks.clients import connect_fake
 from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad, pack_logprobs
-from tasks.overview import LiveCell
 from tasks.metrics_board import MetricsBoard
+from tasks.overview import LiveCell
 from tasks.record import Append, Claimed, RequestRecords, Terminal
 from tasks.submit import Submitter
 from tasks.tracing import OFF, Tracer
