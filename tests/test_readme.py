@@ -47,7 +47,7 @@ README = DOCUMENTS["README.md"]
 OPERATING = DOCUMENTS["docs/operating.md"]
 SHELLS = ("sh", "console")
 OUTSIDE = {
-    *("systemctl", "journalctl", "nginx", "podman", "redis-cli", "sudo", "useradd", "git", "cp", "tar", "cat", "rm"),
+    *("systemctl", "journalctl", "nginx", "podman", "redis-cli", "sudo", "useradd", "git", "cp", "grep", "cat", "rm"),
 }
 """Programs of an operator's machine."""
 MAKE_VARIABLES = {"NAME", "PYTHON", "TORCH", "MINUTES", "SEED"}
@@ -87,7 +87,7 @@ def command_lines() -> Iterator[Line]:
         for block in blocks(text, SHELLS):
             for raw in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(raw, comments=True)
-                for command in " ".join(shlex.quote(word) for word in words).split(" '&&' "):
+                for command in re.split(r" '(?:&&|\|)' ", shlex.join(words)):
                     if command:
                         yield Line(document, command)
 
@@ -100,14 +100,7 @@ def inline_commands() -> Iterator[Line]:
 
 
 LINES = sorted({*command_lines(), *inline_commands()}, key=str)
-INLINE = sorted(
-    {
-        command
-        for document, text in DOCUMENTS.items()
-        if document != "docs/catalog.md"
-        for command in re.findall(r"`tokenferry (\w[^`]*)`", text)
-    }
-)
+INLINE = sorted({command for text in DOCUMENTS.values() for command in re.findall(r"`tokenferry (\w[^`]*)`", text)})
 NAMED_TESTS = sorted({found for text in DOCUMENTS.values() for found in re.findall(r"`(\w+/\w+)::(test_\w+)`", text)})
 NAMED_CODE = sorted(
     {found for text in DOCUMENTS.values() for found in re.findall(r"\[`([\w.]+)`\]\([\w/.]+\.py\) `([\w.]+)`", text)}
