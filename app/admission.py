@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,6 +36,7 @@ FULL_TTL_S = 0.05
 """For how long a queue that was full is taken to be full without asking: in a flood, a refusal then costs no round
 trip, and what was accepted does not wait behind thousands of refusals."""
 
+_TIER = b'"service_tier"'
 PRIORITIES: Mapping[str, Priority] = {"priority": "priority", "flex": "flex"}
 """Service tiers that are not the default."""
 
@@ -121,17 +122,44 @@ class Admission:
         self._limits: dict[str, tuple[float, Limits]] = {}
         self._full: dict[tuple[str, str], tuple[float, int]] = {}
         """Model and class of priority -> until when its queue is taken to be full, and what a client is told then."""
+        self.num_under_way = 0
+        """How many calls of `admit` wait for a thread, or are in one; counted by the caller.
+
+        They wait as those in the queue do: no more than its bound, and their memory is bounded.
+        """
+
+    def check_room_unread(self, body: bytes, models: Collection[str]) -> None:
+        """Raises ApiError if there is no room, whichever of `models` is asked for in `body`. Does not block.
+
+        A flood is refused here, before anything is read or rendered.
+        """
+        if _TIER in body:  # it may go to another queue
+            return
+        self._check_under_way()
+        now_s = self._clock()
+        known = [self._full.get((model, "default"), (0.0, 0)) for model in models]
+        if known and all(now_s < until_s for until_s, _ in known):
+            raise queue_full(min(retry_after_s for _, retry_after_s in known))
 
     def check_room(self, ask: Ask) -> None:
         """Raises ApiError if the queue was full a moment ago. Does not block."""
+        if ask.idempotency is None:  # one with a key may have been accepted before
+            self._check_under_way()
+            self._check_full(ask)
+
+    def _check_under_way(self) -> None:
+        if self.num_under_way >= self._max_waiting:
+            raise queue_full(1)
+
+    def _check_full(self, ask: Ask) -> None:
         known = self._full.get(_queue_of(ask))
-        # One with a key may have been accepted before.
-        if known is not None and self._clock() < known[0] and ask.idempotency is None:
+        if known is not None and self._clock() < known[0]:
             raise queue_full(known[1])
 
     def admit(self, ask: Ask) -> Admitted:
         """Puts the request on offer. Raises ApiError, or RedisError if it is not known whether it is on offer."""
-        self.check_room(ask)
+        if ask.idempotency is None:
+            self._check_full(ask)
         try:
             limits = self._limits_of(ask.spec.model)
         except RedisError as error:

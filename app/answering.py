@@ -101,6 +101,11 @@ class Answering:
         """Raises ApiError once the process is shutting down."""
         self._answers.check_accepting()
 
+    def check_room(self, body: bytes, wishes: Wishes) -> None:
+        """Raises ApiError for a request that will not find room in the queue, whatever else is in it."""
+        if wishes.idempotency is None:  # one with a key may have been accepted before
+            self._admission.check_room_unread(body, self._text_edges)
+
     async def answer(self, req: Request, resp: Response, ask: Ask) -> None:
         """The whole way of a new request. Raises ApiError."""
         exchange: Exchange = req.scope[EXCHANGE]
@@ -221,6 +226,7 @@ class Answering:
 
     async def _admit(self, ask: Ask) -> Admitted:
         self._admission.check_room(ask)
+        self._admission.num_under_way += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._admission.admit, ask)
         except RedisError as error:
@@ -229,6 +235,8 @@ class Answering:
             self._closer.give_up_soon(ask.spec.choice_ids, ask.spec.model, may_be_asked_again=may_be_asked_again)
             logger.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
             raise queue_unreachable() from error
+        finally:
+            self._admission.num_under_way -= 1
 
     async def _attach(self, spec: AnswerSpec, reading: Reading) -> None:
         try:

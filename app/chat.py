@@ -54,6 +54,7 @@ class ChatCompletions:
         resp.set_header("x-request-id", request_id)
         body = await json_body(req, self._settings.max_body_bytes)
         wishes = wishes_of(req, body)
+        self._answering.check_room(body, wishes)
         call, edge, rules, prompt_token_ids = await parsed(body, self._parse, self._pool)
         now_s = self._clock()
         ask = Ask(

@@ -52,6 +52,7 @@ class Completions:
         resp.set_header("x-request-id", request_id)
         body = await json_body(req, self._max_body_bytes)
         wishes = wishes_of(req, body)
+        self._answering.check_room(body, wishes)
         call, edge, prompts = await parsed(body, self._parse, self._pool)
         now_s = self._clock()
         spec = completion_spec(request_id, call, edge, prompts, int(now_s))

@@ -26,6 +26,9 @@ CONNECTION = "tokenferry.connection"
 ABORT = "tokenferry.abort"
 """Scope key of a function that drops the client's socket at once; set by our HTTP protocol (`app.protocol`)."""
 
+ARRIVED_S = "tokenferry.arrived_s"
+"""Scope key of the monotonic time at which the head of the request was read; set by our HTTP protocol."""
+
 OUTLET = "tokenferry.outlet"
 """Scope key of a `bridge.relay.Outlet` for a streamed body; set by our HTTP protocol, absent elsewhere."""
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.application import Application
-from app.disconnect import ABORT, OUTLET
+from app.disconnect import ABORT, ARRIVED_S, OUTLET
 from app.errors import malformed
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The application starts later, as a task, and finds these in its scope.
         scope = cast(dict[str, Any], self.scope)
+        scope[ARRIVED_S] = time.monotonic()
         scope[ABORT] = self.transport.abort
         scope[OUTLET] = BodyOutlet(self.cycle)
 

@@ -11,6 +11,8 @@ from uuid import uuid4
 
 from falcon.asgi import Request, Response
 
+from app.disconnect import ARRIVED_S
+
 _STARTED_S = "tokenferry.started_s"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
 
@@ -19,15 +21,15 @@ class ResponseHeaders:
     """Falcon middleware.
 
     `x-request-id` is what the client called its request, if that can stand in a header and in a log; else what the
-    resource set (the id of a completion); else a fresh one. `openai-processing-ms` is the time until the response
-    begins: for a stream until the request was accepted, else the whole answer.
+    resource set (the id of a completion); else a fresh one. `openai-processing-ms` is the time from the arrival of
+    the request's head until the response begins: for a stream until it was accepted, else the whole answer.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
 
     async def process_request(self, req: Request, resp: Response) -> None:
-        req.scope[_STARTED_S] = self._clock()
+        req.scope[_STARTED_S] = req.scope.get(ARRIVED_S) or self._clock()
 
     async def process_response(self, req: Request, resp: Response, resource: object, req_succeeded: bool) -> None:
         given = req.get_header("x-request-id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 from collections.abc import Sequence
 from typing import Any
@@ -195,6 +196,57 @@ def test_a_queue_that_was_full_a_moment_ago_is_not_asked_again() -> None:
         assert (first.status, second.status) == (429, 429)
         assert second.headers["retry-after"] == first.headers["retry-after"]
         web.now_s += FULL_TTL_S
+        assert (await web.chat(stream=True)).status == 200
+
+    run(test, max_waiting=2)
+
+
+def test_while_the_queue_is_full_nothing_of_a_request_is_read() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        for _ in range(3):
+            last = await web.chat(stream=True)
+        assert last.status == 429
+        assert (await web.post(b"no JSON")).status == 429
+        web.now_s += FULL_TTL_S
+        assert (await web.post(b"no JSON")).status == 400
+
+    run(test, max_waiting=2)
+
+
+def test_a_full_queue_refuses_neither_a_higher_class_nor_a_key_that_is_known() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        asked = {"model": MODEL, "messages": HELLO, "stream": True}
+        assert (await web.post(asked, idempotency_key="k")).status == 200
+        await web.chat(stream=True)
+        assert (await web.chat(stream=True)).status == 429
+        assert (await web.chat(stream=True, service_tier="priority")).status == 200
+        again = await web.post(asked, idempotency_key="k")
+        assert (again.status, again.headers["x-idempotent-replay"]) == (200, "true")
+
+    run(test, max_waiting=2)
+
+
+def test_what_is_on_its_way_to_the_queue_counts_as_waiting() -> None:
+    """Those that come at once are all here before the first of them is in the queue."""
+
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        taken = web.records.submit
+        calls = 0
+
+        def submit(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            submitted = taken(*args, **kwargs)
+            worker.claim(submitted.request_id)  # so that there is room in the queue
+            return submitted
+
+        web.records.submit = submit  # type: ignore[method-assign]
+        exchanges = await asyncio.gather(*(web.chat(stream=True) for _ in range(5)))
+        assert sorted(exchange.status for exchange in exchanges) == [200, 200, 429, 429, 429]
+        assert calls == 2
         assert (await web.chat(stream=True)).status == 200
 
     run(test, max_waiting=2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.app.web import EOS, Web, run
+from app.disconnect import ARRIVED_S
+from tests.app.web import EOS, Exchange, Web, run
 
 
 @pytest.mark.parametrize("given", ["abc-123", "req/1:2.3_4=+", "x" * 128])
@@ -21,6 +22,18 @@ def test_an_id_that_does_not_belong_into_a_header_is_replaced(given: str) -> Non
     async def test(web: Web) -> None:
         exchange = await web.request("GET", "/v1/models", headers={"x-request-id": given})
         assert exchange.headers["x-request-id"].startswith("req-")
+
+    run(test)
+
+
+def test_the_time_that_a_response_took_counts_from_the_arrival_of_the_request() -> None:
+    """Not from the moment at which somebody had time for it."""
+
+    async def test(web: Web) -> None:
+        exchange = Exchange(web, "GET", "/v1/models", {}, [b""])
+        exchange.scope[ARRIVED_S] = web.now_s - 2.5
+        await web.settle()
+        assert exchange.headers["openai-processing-ms"] == "2500"
 
     run(test)
 
