@@ -65,7 +65,7 @@ GENERATION_FIELDS: Mapping[str, Field] = {
     "metadata": ignored(Pairs(16, Text(64), Text(512)), "Checked; nothing is kept with an answer."),
     "user": Field(NAME, default="", note="It does not change what an answer says; the operator's catalog has it."),
     "background": Field(Boolean(), default=False, is_extension=True, note="The answer outlives its reader."),
-    "top_k": Field(Integer(0, INT32_MAX), default=0, is_extension=True, note="0 switches it off."),
+    "top_k": Field(Integer(-1, INT32_MAX), default=0, is_extension=True, note="0 or -1 switches it off."),
     "min_p": Field(Number(0, 1), default=0.0, is_extension=True, note="0 switches it off."),
     "ignore_eos": Field(Boolean(), default=False, is_extension=True, note="For benchmarks."),
     "min_tokens": Field(Integer(0, INT32_MAX), default=0, is_extension=True, note="For benchmarks."),
@@ -117,11 +117,13 @@ def generation_values(values: Mapping[str, Any], max_tokens: int | None) -> dict
         )
     if max_tokens is not None and values["min_tokens"] > max_tokens:
         raise invalid("min_tokens", "min_tokens must not be greater than the limit of the answer's tokens.")
-    same = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "ignore_eos", "min_tokens")
+    same = ("model", "temperature", "top_p", "min_p", "seed", "stop", "stream", "ignore_eos", "min_tokens")
     more = ("n", "presence_penalty", "frequency_penalty", "logit_bias", "background")
     return {
         **{name: values[name] for name in (*same, *more)},
         "max_tokens": max_tokens,
+        # vLLM's way to switch it off.
+        "top_k": max(values["top_k"], 0),
         "include_usage": options.get("include_usage", False),
         "continuous_usage": continuous_usage,
         # OpenAI's two names for one tier.

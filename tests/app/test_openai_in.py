@@ -89,7 +89,7 @@ def test_a_required_field_must_be_there(name: str) -> None:
         ("top_p", "false"),
         ("min_p", "-0.5"),
         ("min_p", "1.5"),
-        ("top_k", "-1"),
+        ("top_k", "-2"),
         ("top_k", "1.5"),
         ("presence_penalty", "10"),
         ("presence_penalty", "NaN"),
@@ -250,6 +250,11 @@ def test_stream_options_need_stream() -> None:
     assert refusal(stream_options={"include_usage": True}, stream=False).param == "stream_options"
     assert parse(stream_options={"include_usage": True}, stream=True).include_usage
     assert not parse(stream_options={"include_usage": None}, stream=True).include_usage
+
+
+@pytest.mark.parametrize(("asked", "read"), [(None, 0), (-1, 0), (0, 0), (40, 40)])
+def test_top_k_is_off_as_other_servers_write_it_too(asked: int | None, read: int) -> None:
+    assert parse(top_k=asked).top_k == read
 
 
 def test_min_tokens_cannot_be_more_than_the_limit() -> None:
