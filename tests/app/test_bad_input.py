@@ -216,7 +216,7 @@ def test_a_huge_path_and_odd_bytes_in_it_are_refused_in_shape() -> None:
             "/" + "a" * 50_000,
             "/v1/models/" + "\ufffd\U0001f30a" * 100,
             "/v1/models/" + "x" * 50_000,
-            "//",
+            "//nothing",
             "/..%2f",
         ):
             exchange = await web.request("GET", path)
