@@ -1,5 +1,5 @@
 # Two commands: `make serve` and `make test`. Both set everything up first; a second run finds it done.
-# Settings are environment variables or `make serve PORT=9000 WORKERS=2`; the README lists them.
+# Settings are environment variables or `make serve PORT=9000 WORKERS=2`; docs/operating.md lists them.
 
 # The first Python that is new enough, unless PYTHON says which.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \

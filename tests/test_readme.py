@@ -196,6 +196,16 @@ def test_the_figures_of_the_peers_are_the_measured_ones() -> None:
     assert [row for row in rows if f"\n{row}" not in measured] == []
 
 
+def test_the_figures_of_the_sizing_table_are_the_measured_ones() -> None:
+    measured = DOCUMENTS["bench/RESULTS.md"]
+    sizing = OPERATING.partition("## Sizing")[2].partition("\n## ")[0]
+    rates = re.findall(r"(\d+)(?: tokens/s)? at (\d+)", sizing.partition("`MAX_NUM_SEQS` |")[2].partition("\n")[0])
+    assert len(rates) == 3
+    assert [pair for pair in rates if f"| {pair[1]} short | {pair[0]} (" not in measured] == []
+    memory = re.search(r"([\d,]+) MB with the default settings under load", sizing)
+    assert memory and f"| peak memory of all processes, MB | {memory[1]} |" in measured
+
+
 def test_the_straight_line_names_every_room() -> None:
     table = README.partition("## One request in a straight line")[2].partition("\n## ")[0]
     steps = re.findall(r"\[`(\w+)\.", table)
