@@ -1,12 +1,13 @@
 -- The tokens of one engine step: as many assignments as there are groups of arguments, one reply for each: the
 -- next index, or a list with the reason of the refusal.
--- now, active_ttl_ms, stream_ttl_ms, then for each: id, attempt, first_index, packed tokens, cached tokens, entry id,
---   and if the entry id is not '', because there are tokens and nothing else: index after the tokens
+-- now, active_ttl_ms, stream_ttl_ms, then for each: id, fence (attempt/cached tokens), first_index, packed tokens,
+--   entry id, and if that is not '', because there are tokens and nothing else: index after the tokens
 --   otherwise: end state ('' = goes on), end reason, terminal entry, packed log probabilities ('' = none)
 local active_ttl, stream_ttl = ARGV[2], ARGV[3]
 
-local function append(id, attempt, first_index, tokens, cached, end_state, end_reason, terminal, logprobs)
+local function append(id, fence, first_index, tokens, end_state, end_reason, terminal, logprobs)
   local req, out = REQUEST:format(id), OUT:format(id)
+  local attempt, cached = fence:match('(%d+)/(%d+)')
   local r = record(id)
   if not r then
     return { 'missing' }
@@ -45,7 +46,8 @@ local function append(id, attempt, first_index, tokens, cached, end_state, end_r
       event('first_token', id, attempt, r.worker, r.model, details({ cached = tonumber(cached) }))
     end
     r.next_index = r.next_index + #tokens / 4
-    redis.call('HSET', req, 'state', 'streaming', 'next_index', int(r.next_index), 'losses', '0', 'cached', cached)
+    redis.call('HSET', req, 'state', 'streaming', 'next_index', int(r.next_index), 'losses', '0', 'cached', cached,
+      'fence', fence)
     r.cached = cached
   end
   if end_state ~= '' then
@@ -55,28 +57,29 @@ local function append(id, attempt, first_index, tokens, cached, end_state, end_r
 end
 
 -- PERF: nearly every append is this one. It compares and writes the strings that it was given: 12 -> 8 microseconds.
-local function append_plain(id, attempt, first_index, tokens, cached, entry, next_index)
+-- The record's field `fence` is there only while the request is streaming, with no loss since the last token: one
+-- comparison instead of four, 8.6 -> 6.4.
+local function append_plain(id, fence, first_index, tokens, entry, next_index)
   local req = REQUEST:format(id)
-  local flat = redis.call('HMGET', req, 'state', 'attempt', 'next_index', 'losses', 'cached')
-  if flat[1] == 'streaming' and flat[2] == attempt and flat[3] == first_index and flat[4] == '0'
-      and flat[5] == cached then
+  local flat = redis.call('HMGET', req, 'fence', 'next_index')
+  if flat[1] == fence and flat[2] == first_index then
     redis.call('XADD', OUT:format(id), entry, 't', tokens)
     redis.call('HSET', req, 'next_index', next_index)
     return next_index
   end
-  return append(id, attempt, tonumber(first_index), tokens, cached, '', '', '', '')
+  return append(id, fence, tonumber(first_index), tokens, '', '', '', '')
 end
 
 local replies = {}
 local n = 4
 while n <= #ARGV do
-  local id, attempt, first_index, tokens, cached, entry = unpack(ARGV, n, n + 5)
+  local id, fence, first_index, tokens, entry = unpack(ARGV, n, n + 4)
   if entry ~= '' then
-    replies[#replies + 1] = append_plain(id, attempt, first_index, tokens, cached, entry, ARGV[n + 6])
-    n = n + 7
+    replies[#replies + 1] = append_plain(id, fence, first_index, tokens, entry, ARGV[n + 5])
+    n = n + 6
   else
-    replies[#replies + 1] = append(id, attempt, tonumber(first_index), tokens, cached, unpack(ARGV, n + 6, n + 9))
-    n = n + 10
+    replies[#replies + 1] = append(id, fence, tonumber(first_index), tokens, unpack(ARGV, n + 5, n + 8))
+    n = n + 9
   end
 end
 return replies

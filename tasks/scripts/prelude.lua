@@ -114,7 +114,7 @@ local function finish(r, state, reason, terminal, ended_by, stream_ttl)
   local out, req, readers = OUT:format(r.id), REQUEST:format(r.id), READERS_OF:format(r.id)
   redis.call('XADD', out, int(r.next_index + 1) .. '-' .. int(r.attempt), 'e', cjson.encode(entry))
   redis.call('HSET', req, 'state', state, 'reason', reason, 'ended_ms', int(now), 'ended_by', ended_by)
-  redis.call('HDEL', req, 'job', 'unread_ms')
+  redis.call('HDEL', req, 'job', 'unread_ms', 'fence')
   redis.call('ZREM', DUE, r.id)
   redis.call('ZREM', WAITING:format(r.model, r.class), r.id)
   if r.worker ~= '' then
@@ -143,7 +143,8 @@ local function offer_again(r, kind, reason, let_down, offer_deadline, active_ttl
   r.attempt = r.attempt + 1
   r.queue = r.next_index > 0 and QUEUE_CONTINUE:format(r.model, r.fingerprint) or QUEUE_AGAIN:format(r.model)
   redis.call('HSET', req, 'state', 'offered', 'attempt', int(r.attempt), 'worker', '', 'queue', r.queue,
-    'losses', int(r.losses), 'offered_ms', int(now), 'released', last_worker .. '/' .. last)
+    'losses', int(r.losses), 'offered_ms', int(now), 'released', last_worker .. '/' .. last,
+    'fence', '')
   if let_down then
     redis.call('HSET', req, 'waiting_ms', int(now))
   end

@@ -746,6 +746,9 @@ class Simulation:
         if read.tokens:
             read.fingerprint = read.fingerprint or state["fingerprint"]
             self.check(state["fingerprint"] == read.fingerprint, f"{request_id} changed from {read.fingerprint}")
+        fences = ("", f"{state['attempt']}/{state['cached']}")
+        is_streaming = (state["state"], state["losses"]) == ("streaming", "0")
+        self.check(state.get("fence", "") == fences[is_streaming], f"{request_id} has another fence: {state}")
         is_over = state["state"] in END_STATES
         self.check(is_over == (read.end is not None), f"{request_id} is {state['state']}, its stream: {read.end}")
         if read.end is not None:
