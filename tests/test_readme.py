@@ -203,7 +203,8 @@ def test_the_figures_of_the_sizing_table_are_the_measured_ones() -> None:
     assert len(rates) == 3
     assert [pair for pair in rates if f"| {pair[1]} short | {pair[0]} (" not in measured] == []
     memory = re.search(r"([\d,]+) MB with the default settings under load", sizing)
-    assert memory and f"| peak memory of all processes, MB | {memory[1]} |" in measured
+    assert memory is not None
+    assert f"| peak memory of all processes, MB | {memory[1]} |" in measured
 
 
 def test_the_straight_line_names_every_room() -> None:
