@@ -407,7 +407,7 @@ def _submitted_details(jobs: Sequence[GenerationJob], number: int, origin: Origi
 
 def _append_arguments(item: Append) -> Sequence[Argument]:
     tokens = pack_tokens(item.token_ids)
-    start = (item.request_id, item.attempt, item.first_index, tokens, item.num_cached_tokens)
+    start = (item.request_id, f"{item.attempt}/{item.num_cached_tokens}", item.first_index, tokens)
     end = item.terminal
     if end is None and tokens and not item.logprobs:
         return (*start, entry_id(item.first_index, item.attempt), item.first_index + len(item.token_ids))
