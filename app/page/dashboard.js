@@ -428,9 +428,11 @@ $("timeline").addEventListener("click", (event) => {
 
 // -- the connection
 
+let following = null;
+
 /** Reads pictures until the connection ends. A connection that says nothing for long is taken for dead. */
 async function follow() {
-  const control = new AbortController();
+  const control = (following = new AbortController());
   let timer = setTimeout(() => control.abort(), SILENT_MS);
   try {
     const response = await ask("/dashboard/events", { signal: control.signal });
@@ -457,7 +459,11 @@ function askForKey(message) {
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/** A page that nobody sees needs no pictures. */
+// A page that nobody sees needs no pictures; and a browser that keeps it in mind would keep its connection too, of
+// which it has six for a server.
+document.addEventListener("visibilitychange", () => document.hidden && following?.abort());
+addEventListener("pagehide", () => following?.abort());
+
 const visible = () =>
   document.hidden ? new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true })) : Promise.resolve();
 
@@ -472,6 +478,7 @@ async function followForEver() {
         setStatus("away", "A key is needed");
         return;
       }
+      if (document.hidden) continue;
       setStatus("away", error instanceof Refused ? error.message : "No connection, trying again");
     }
     document.body.classList.add("stale");
