@@ -22,7 +22,7 @@ import duckdb
 import orjson
 
 from bridge.facts import Rows
-from bridge.minutes import REFRESH, touched_by
+from bridge.minutes import COUNT_DUE, CREATE_DUE, NOTE_DUE, touched_by
 from bridge.tables import DERIVED, FIRST_KEPT, SCHEMA_VERSION, TABLES
 from bridge.views import VIEWS
 
@@ -82,7 +82,7 @@ class Catalog:
                 if of_table:
                     self._db.execute(_UPSERTS[table], [orjson.dumps(of_table).decode(), _JSON_TYPES[table]])
             if touched := touched_by(rows):
-                self._db.execute(REFRESH, touched)
+                self._db.execute(NOTE_DUE, [touched])
             self._db.execute(
                 "UPDATE position SET generation = ?, last_id = ?, num_recorded = ?, num_skipped = ?",
                 [position.generation, position.last_id, position.num_recorded, position.num_skipped],
@@ -102,6 +102,7 @@ class Catalog:
             "DELETE FROM minutes WHERE minute_ms < ?",
         )
         with self._transaction():
+            self._count_minutes()
             counts = [self._db.execute(sql, [cutoff_ms]).fetchone() for sql in deletions]
         self.is_snapshot_due = self.is_snapshot_due or counts != [(0,)] * len(deletions)
 
@@ -124,6 +125,7 @@ class Catalog:
         if num_to_go == 0:
             return 0
         with self._transaction():
+            self._count_minutes()
             (last_ms,) = self._db.execute(
                 "SELECT ended_ms FROM requests WHERE ended_ms IS NOT NULL ORDER BY ended_ms LIMIT 1 OFFSET ?",
                 [num_to_go - 1],
@@ -145,6 +147,7 @@ class Catalog:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         with self._transaction():
+            self._count_minutes()
             for table in (*TABLES, *DERIVED):
                 path = _quoted(fresh / f"{table}.parquet")
                 self._db.execute(f"COPY {table} TO '{path}' (FORMAT parquet, COMPRESSION zstd)")
@@ -171,6 +174,12 @@ class Catalog:
 
     def close(self) -> None:
         self._db.close()
+
+    def _count_minutes(self) -> None:
+        """Before its requests are read or forgotten, every minute that was touched is counted."""
+        if self._db.execute("SELECT count(*) FROM minutes_due").fetchone() != (0,):
+            for statement in COUNT_DUE:
+                self._db.execute(statement)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -207,6 +216,7 @@ class Catalog:
         )
         if db.execute("SELECT count(*) FROM position").fetchone() == (0,):
             db.execute("INSERT INTO position VALUES ('', '0-0', 0, 0)")
+        db.execute(CREATE_DUE)
         for table, (key, columns) in {**TABLES, **DERIVED}.items():
             spelled = ", ".join(f"{name} {kind}" for name, kind in columns.items())
             db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({spelled}, PRIMARY KEY ({', '.join(key)}))")

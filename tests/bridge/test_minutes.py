@@ -46,6 +46,8 @@ def life(request_id: str, at_ms: int, *, state: str = "finished", took_ms: int =
 
 
 def minutes(catalog: Catalog, columns: str = "*") -> list[tuple[Any, ...]]:
+    """As a snapshot has them."""
+    catalog.snapshot()
     return catalog.query(f"SELECT {columns} FROM minutes ORDER BY minute_ms, model")
 
 
@@ -113,6 +115,15 @@ def test_a_minute_outlives_its_requests_and_does_not_shrink_with_them(catalog: C
     catalog.shrink_to(1)
     record(catalog, *life("late", 9))
     assert minutes(catalog, "num_requests") == [(4,)]
+
+
+def test_a_minute_that_was_touched_before_a_crash_is_counted_after_it(tmp_path: Path) -> None:
+    first = Catalog(tmp_path)
+    record(first, *life("a", 0))
+    first.close()  # no snapshot
+    again = Catalog(tmp_path)
+    assert minutes(again, "num_requests") == [(1,)]
+    again.close()
 
 
 def test_minutes_are_forgotten_with_their_time(catalog: Catalog) -> None:
