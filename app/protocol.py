@@ -85,6 +85,24 @@ class BodyOutlet:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
+class OpenEndedSend:
+    """ASGI's `send` to a client of HTTP/1.0, which knows no chunks: the end of a body is that of the connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._is_open_ended = False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._is_open_ended = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            if self._is_open_ended:
+                self._cycle.chunked_encoding = False
+        elif self._is_open_ended:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
@@ -95,6 +113,8 @@ class Protocol(HttpToolsProtocol):
         scope[ARRIVED_S] = time.monotonic()
         scope[ABORT] = self.transport.abort
         scope[OUTLET] = BodyOutlet(self.cycle)
+        if scope["http_version"] == "1.0":
+            self.cycle.send = OpenEndedSend(self.cycle)  # type: ignore[method-assign]
 
     def send_400_response(self, msg: str) -> None:
         """Bytes that are no HTTP request."""

@@ -23,7 +23,16 @@ from tasks.broker import build_broker
 from tasks.overview import LiveCell
 from tasks.record import RequestRecords
 from tasks.submit import Submitter
-from tests.app.test_serve import address, end_of, id_in, post, read_until, serving, wait_for_open_request
+from tests.app.test_serve import (
+    address,
+    end_of,
+    id_in,
+    post,
+    read_to_end,
+    read_until,
+    serving,
+    wait_for_open_request,
+)
 from tests.app.web import HELLO, MODEL, Worker, worker_info
 from tests.conftest import RedisServer
 from tokenferry.server import LocalServer, open_server
@@ -183,3 +192,17 @@ def test_an_idle_connection_is_kept_for_longer_than_clients_and_proxies_keep_the
     assert len(set(sockets)) == 1
     assert sockets[0] is not None
     connection.close()
+
+
+@pytest.mark.parametrize(("stream", "begin"), [(True, b"id: -1\ndata: {"), (False, b'{"id":')])
+def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection(
+    server: LocalServer, stream: bool, begin: bytes
+) -> None:
+    """As nginx asks until it is told otherwise."""
+    with socket.create_connection(address(server)) as connection:
+        post(connection, version=b"HTTP/1.0", stream=stream, max_tokens=3)
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body.startswith(begin)
+    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")

@@ -55,9 +55,9 @@ def address(server: LocalServer) -> tuple[str, int]:
     return host, int(port)
 
 
-def post(connection: socket.socket, **fields: Any) -> None:
+def post(connection: socket.socket, version: bytes = b"HTTP/1.1", **fields: Any) -> None:
     body = json.dumps({"model": MODEL, "messages": HELLO, **fields}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/chat/completions " + version + b"\r\nhost: x\r\ncontent-type: application/json\r\n"
     connection.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
 
 
