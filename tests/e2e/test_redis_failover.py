@@ -1,4 +1,4 @@
-"""The primary dies, a replica is promoted, and the one address of REDIS_URL leads there, as with Sentinel and a proxy."""
+"""The primary dies, a replica is promoted, and the address of REDIS_URL leads there: as with Sentinel and a proxy."""
 
 from __future__ import annotations
 
