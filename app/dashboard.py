@@ -136,7 +136,7 @@ def not_kept(request_id: str) -> ApiError:
     return ApiError(
         404,
         f"Nothing is kept here of a request `{request_id[:100]}`: it never was, or it is older than the last facts "
-        "in Redis. The catalog keeps what happened for longer.",
+        "in Redis. The catalog keeps what happened for longer: `tokenferry request ID` shows it.",
         code="request_not_found",
         param="request_id",
     )

@@ -22,7 +22,7 @@ Main database (N):
 | tf:readers               | zset   | reader_heartbeat, attach   | watchdog              | 24 h; members leave     |
 | tf:reader:<rid>:open     | set    | submit, attach, ends       | watchdog              | 24 h; members leave     |
 | tf:control:<rid>         | stream | the reader itself          | the reader itself     | 24 h, one entry         |
-| tf:events                | stream | the scripts                | recorder (trims it)   | capped at MAX_EVENTS    |
+| tf:events                | stream | the scripts                | recorder, dashboard   | last KEPT_EVENTS stay   |
 | tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
 | tf:metrics:<process>     | string | every process              | web, for a scrape     | 60 s after the last     |
 | tf:metrics               | set    | every process              | web, for a scrape     | 60 s after the last     |

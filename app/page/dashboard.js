@@ -13,7 +13,6 @@ const TIMELINE_EVERY_MS = 1500;
 
 const $ = (id) => document.getElementById(id);
 let picture = null;
-let refused = false;
 
 // -- words and figures
 
@@ -86,7 +85,7 @@ function show(next) {
     document.body.classList.add("stale");
     return;
   }
-  document.body.classList.remove("stale");
+  document.body.classList.remove("stale", "blank");
   tellChanges(picture, next);
   picture = next;
   const live = next.workers.filter((worker) => worker.is_live);
@@ -341,7 +340,7 @@ function note(text) {
 
 function showTimeline({ facts, record, is_complete: isComplete }) {
   const missing = [];
-  if (!isComplete) missing.push("The beginning is older than the facts that are still in Redis; the catalog has it.");
+  if (!isComplete) missing.push("The beginning is older than the facts that are still in Redis. The catalog has it: tokenferry request ID.");
   if (!record) missing.push("Its record is gone: answers are kept for some minutes after their end.");
   note(missing.join(" "));
   showSummary(facts, record);
@@ -448,12 +447,12 @@ async function follow() {
 }
 
 function askForKey(message) {
-  refused = message !== null;
-  if (refused) {
-    if ($("key-form").hidden) $("key-form").hidden = false;
+  const isNeeded = message !== null;
+  document.body.classList.toggle("locked", isNeeded);
+  $("key-form").hidden = !isNeeded;
+  if (isNeeded) {
     setText($("key-note"), message);
-  } else {
-    $("key-form").hidden = true;
+    $("key").focus();
   }
 }
 

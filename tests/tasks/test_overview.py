@@ -147,7 +147,10 @@ def test_a_look_is_bounded_and_still_counts_all(cell: Cell) -> None:
 
 def test_late_facts_come_in_order_and_go_on_where_one_left(cell: Cell) -> None:
     cell.join("w1")
-    cell.submit(*(f"r{n}" for n in range(1500)))
+    with cell.redis.pipeline(transaction=False) as pipe:
+        for n in range(1500):
+            pipe.xadd(keys.EVENTS, {"k": "submitted", "id": f"r{n}"})
+        pipe.execute()
     facts = cell.live.last_facts(1200)
     assert [fields[b"id"] for _, fields in facts] == [f"r{n}".encode() for n in range(300, 1500)]
     cell.submit("z")
