@@ -9,21 +9,41 @@ import asyncio
 import math
 import os
 import random
+import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from tests.faults.cell import FaultyCell
 from tests.faults.client import HOST, Ask, Asking, Seen, ask, body_of, request_bytes
 from tests.faults.driver import gap_after
 from tests.faults.oracle import MAX_TOKENS, story
+from tokenferry.errors import ForPeople
 
 LONG_PROMPT = "and so on " * 150
+MAX_CALM_TRIES = 20
+GREEDY: tuple[tuple[str, Any], ...] = (("temperature", 0),)
+SAMPLED: tuple[tuple[str, Any], ...] = (("temperature", 0.9), ("seed", 11), ("frequency_penalty", 0.4))
+
+
+def streams_of(contents: Sequence[str], max_tokens: int) -> list[Ask]:
+    """Four streams of four kinds."""
+    greedy, sampled, several, stopped = contents
+    return [
+        Ask(greedy, max_tokens),
+        Ask(sampled, max_tokens, fields=SAMPLED),
+        Ask(several, max_tokens, num_choices=2, fields=SAMPLED),
+        Ask(stopped, max_tokens, stop=("never there",)),
+    ]
+
+
 NUM_STREAMS = 4
 
 
@@ -35,7 +55,9 @@ class Gaps:
     seconds: list[float] = field(default_factory=list)
     num_kills: int = 0
     num_wrong: int = 0
-    """Texts that were not the undisturbed ones."""
+    """Answers with another text than the undisturbed ones, or that ended cleanly before it was complete."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Answers that ended with an error that the client was told, by its code: a promise broken, but no wrong text."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -60,7 +82,9 @@ async def measure_failover(
     for number in range(num_kills):
         base = story(rng.randrange(1000))
         contents = [f"{base}{LONG_PROMPT if before_first_token else ''}{number}.{n}" for n in range(NUM_STREAMS)]
-        asks = [Ask(content, max_tokens, fields=fields) for content in contents]
+        asks = streams_of(contents, max_tokens)
+        if fields:
+            asks = [Ask(content, max_tokens, fields=fields) for content in contents]
         asking = [Asking(cell.port, one, model=cell.model) for one in asks]
         victim = await _moment(cell, asking[0], before_first_token, rng.randrange(2, max(3, max_tokens // 2)))
         found = await asyncio.to_thread(_holder, cell, victim)
@@ -84,12 +108,31 @@ async def measure_failover(
         cell.replace(name)
         await asyncio.to_thread(cell.wait_complete, 180)
         # Undisturbed, and later: a prompt that is in the prefix cache has no time before its first token.
-        calm = await asyncio.gather(*(ask(cell.port, one, model=cell.model) for one in asks))
+        calm = await asyncio.gather(*(_undisturbed(cell, one) for one in asks))
         for undisturbed, seen in zip(calm, done, strict=True):
-            if seen.end != "done" or seen.texts != undisturbed.texts:
-                gaps.num_wrong += 1
-                print(f"  WRONG: {seen}\n  undisturbed: {undisturbed}", flush=True)
+            _judge(gaps, seen, undisturbed)
     return gaps
+
+
+async def _undisturbed(cell: FaultyCell, wanted: Ask) -> Seen:
+    """A complete answer. A busy machine may refuse one: when no worker had a processor for the length of a lease."""
+    for _ in range(MAX_CALM_TRIES):
+        seen = await ask(cell.port, wanted, model=cell.model)
+        if seen.end == "done":
+            return seen
+        print(f"  undisturbed: {seen.end} {seen.status} {seen.error_code}, again", flush=True)
+        await asyncio.sleep(0.5)
+    raise ForPeople(f"not answered even without a fault: {seen}")
+
+
+def _judge(gaps: Gaps, seen: Seen, undisturbed: Seen) -> None:
+    if seen.end != "done":
+        gaps.failed[f"{seen.end} {seen.error_code}".strip()] += 1
+        print(f"  FAILED: {seen}", flush=True)
+    is_beginning = all(undisturbed.texts.get(number, "").startswith(text) for number, text in seen.texts.items())
+    if not is_beginning or (seen.end == "done" and seen.texts != undisturbed.texts):
+        gaps.num_wrong += 1
+        print(f"  WRONG: {seen}\n  undisturbed: {undisturbed}", flush=True)
 
 
 async def _moment(cell: FaultyCell, asking: Asking, before_first_token: bool, num_events: int) -> str:
@@ -141,14 +184,44 @@ async def measure_neighbours(cell: FaultyCell, num_others: int, read: bool) -> l
     return [b - a for seen in done for a, b in pairwise(seen.arrivals_s)]
 
 
-async def flood(cell: FaultyCell, num_requests: int, memory_kb: Callable[[], int]) -> dict[str, float]:
+def memory_kb(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) if found else 0
+
+
+def cpu_s(pid: int) -> float:
+    """What a process has used of the processors."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure_refusals(cell: FaultyCell, num_waiting: int, num_asked: int) -> list[float]:
+    """How long a client waits for its 429 that asks again and again while `num_waiting` requests fill the queue."""
+    waiting: list[Asking] = []
+    while (num_missing := num_waiting - cell.records.num_waiting(cell.model)) > 0:
+        waiting += [Asking(cell.port, Ask(story(n), 8 * MAX_TOKENS)) for n in range(min(num_missing, 64))]
+        await asyncio.sleep(0.3)
+    refused: list[float] = []
+    for _ in range(num_asked):
+        seen = await ask(cell.port, Ask(story(1), 1, leave_after=1), limit_s=1.0)
+        if seen.status == 429:
+            refused.append(seen.answered_in_s)
+    await asyncio.gather(*(one.leave() for one in waiting))
+    await asyncio.to_thread(cell.wait_quiet)
+    return refused
+
+
+async def flood(cell: FaultyCell, num_requests: int) -> dict[str, float]:
     """Send so many requests at once; what became of them."""
-    before_kb = memory_kb()
+    pid = cell.wait_pid_at_work("web")
+    before_kb, before_cpu_s = memory_kb(pid), cpu_s(pid)
     began_s = time.monotonic()
     asking = [Asking(cell.port, Ask(story(number), 20), limit_s=120) for number in range(num_requests)]
     sent_s = time.monotonic() - began_s
     done = [await one.end() for one in asking]
     refused = [seen.answered_in_s for seen in done if seen.status == 429]
+    # From the arrival of the head to the answer: without the client's own part, which shares the cores.
+    inside = [int(seen.headers["openai-processing-ms"]) / 1000 for seen in done if seen.status == 429]
     finished = [seen.answered_in_s for seen in done if seen.end == "done"]
     return {
         "sent in s": sent_s,
@@ -157,6 +230,9 @@ async def flood(cell: FaultyCell, num_requests: int, memory_kb: Callable[[], int
         "other": num_requests - len(finished) - len(refused),
         "refused p50 s": percentile(refused, 0.5),
         "refused p99 s": percentile(refused, 0.99),
+        "refused inside p50 s": percentile(inside, 0.5),
+        "refused inside p99 s": percentile(inside, 0.99),
+        "server cpu s": cpu_s(pid) - before_cpu_s,
         "finished max s": max(finished, default=math.nan),
-        "memory kb": memory_kb() - before_kb,
+        "memory kb": memory_kb(pid) - before_kb,
     }

@@ -25,14 +25,23 @@ from decode.registry import DEFAULT_MODEL, ModelError, resolve
 from tasks.settings import cache_dir
 from tests.faults.cell import FaultyCell
 from tests.faults.driver import Driver, Report
-from tests.faults.failover import Gaps, flood, measure_failover, measure_neighbours, percentile
+from tests.faults.failover import (
+    GREEDY,
+    SAMPLED,
+    Gaps,
+    flood,
+    measure_failover,
+    measure_neighbours,
+    measure_refusals,
+    memory_kb,
+    percentile,
+)
 from tests.faults.schedule import KINDS
 
 ROUND_S = 20.0
 LINKS = ("web.2", "worker.2", "worker.3", "bridge")
 SCRIPTED = {"SCRIPTED_STEP_MS": "10", "MAX_NUM_SEQS": "8", "STREAM_TTL_S": "60"}
 REAL = {"NUM_THREADS": "1", "KV_CACHE_TOKENS": "8192", "MAX_NUM_SEQS": "8"}
-SAMPLING = (("temperature", 0.9), ("seed", 11), ("frequency_penalty", 0.4))
 
 
 @dataclass(slots=True)
@@ -46,10 +55,13 @@ class Figures:
     neighbours_read_s: list[float] = field(default_factory=list)
     neighbours_deaf_s: list[float] = field(default_factory=list)
     flood: dict[str, float] = field(default_factory=dict)
+    refusals_s: list[float] = field(default_factory=list)
     memory_kb: list[tuple[str, int, int]] = field(default_factory=list)
     keys_before: tuple[int, int] = (0, 0)
     """Those that never expire, and those that do."""
     keys_after: tuple[int, int] = (0, 0)
+    single_loads: list[float] = field(default_factory=list)
+    """Load averages after each measurement of single faults, and after each round of mixed ones."""
     loads: list[float] = field(default_factory=list)
 
 
@@ -76,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.report is not None:
             options.report.write_text(text)
     assert figures.mixed is not None
-    broken = figures.mixed.broken_kinds.total() + sum(gaps.num_wrong for gaps in figures.gaps)
+    broken = figures.mixed.broken_kinds.total()
+    broken += sum(gaps.num_wrong + gaps.failed.total() for gaps in figures.gaps)
     return 1 if broken or figures.keys_after[0] > figures.keys_before[0] else 0
 
 
@@ -98,17 +111,19 @@ def _single_faults(figures: Figures, num_kills: int, num_real_kills: int) -> Non
                             measure_failover(cell, what, num_kills, rng, whole=whole, before_first_token=before)
                         )
                     )
+                    figures.single_loads.append(os.getloadavg()[0])
                 print("clients that never read", flush=True)
                 figures.neighbours_read_s = asyncio.run(measure_neighbours(cell, 10, read=True))
                 figures.neighbours_deaf_s = asyncio.run(measure_neighbours(cell, 10, read=False))
-                pid = cell.wait_pid_at_work("web")
                 print("a flood", flush=True)
-                figures.flood = asyncio.run(flood(cell, 2_000, lambda: memory_kb(pid)))
+                figures.flood = asyncio.run(flood(cell, 2_000))
                 cell.wait_quiet(60)
+                print("a full queue", flush=True)
+                figures.refusals_s = asyncio.run(measure_refusals(cell, 256, 300))
     if num_real_kills and _has_model():
         with tempfile.TemporaryDirectory(prefix="tf-") as folder:
             with FaultyCell(Path(folder), model=DEFAULT_MODEL, num_workers=2, environ=REAL, start_s=180) as cell:
-                for what, fields in (("greedy", ()), ("seeded sampling with a penalty", SAMPLING)):
+                for what, fields in (("greedy", GREEDY), ("seeded sampling with a penalty", SAMPLED)):
                     print(f"{num_real_kills} kills, {DEFAULT_MODEL}, {what}", flush=True)
                     title = f"engine process, in mid-stream, {DEFAULT_MODEL}, {what}"
                     figures.gaps.append(
@@ -149,11 +164,6 @@ def _memory(cell: FaultyCell, names: list[str]) -> dict[str, int]:
     return {**found, "Valkey": memory_kb(cell.valkey.process.pid)}
 
 
-def memory_kb(pid: int) -> int:
-    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(found.group(1)) if found else 0
-
-
 def _num_keys(cell: FaultyCell) -> tuple[int, int]:
     """Keys that never expire and keys that do, in both databases, once those of requests have expired."""
     deadline_s = time.monotonic() + 150
@@ -172,8 +182,9 @@ def _num_keys(cell: FaultyCell) -> tuple[int, int]:
 
 def render(figures: Figures) -> str:
     lines = [HEAD.format(minutes=f"{figures.minutes:g}", seed=figures.seed, machine=_machine())]
-    if figures.loads:
-        lines[0] += f" Load average during the mixed faults: {min(figures.loads):.1f} to {max(figures.loads):.1f}.\n"
+    for what, loads in (("single", figures.single_loads), ("mixed", figures.loads)):
+        if loads:
+            lines[0] += f"\nLoad average during the {what} faults: {min(loads):.1f} to {max(loads):.1f}."
     lines += _mixed_part(figures) + _gap_part(figures) + _rest(figures)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -235,6 +246,8 @@ def _mixed_part(figures: Figures) -> list[str]:
         "|---|---|",
         *(f"| {ENDS[end]} | {report.ends[end]:,} |" for end in ENDS),
         "",
+        "The errors of these, by code:",
+        "",
         "| error | times |",
         "|---|---|",
         *(f"| `{code}` | {count:,} |" for code, count in sorted(report.errors.items())),
@@ -283,16 +296,19 @@ def _gap_part(figures: Figures) -> list[str]:
         "",
         "## Failover",
         "",
-        "Two workers, four streams; one worker is killed with SIGKILL, nothing else happens. From the kill to the"
+        "Two workers, four streams: greedy, sampled with a penalty, two choices, and with a stop string (of the real"
+        " model, all as the row says); one worker is killed with SIGKILL, nothing else happens. From the kill to the"
         " next token at the client, in seconds, of every stream that the dead worker had. Each text is compared"
         " with the same request undisturbed. A killed *engine process* is seen by its supervisor, which says so; a"
         " killed *whole worker* is found when its lease of 500 ms runs out. Before the first token the prompt (1,500"
-        " tokens, 64 a step of 10 ms) is read again by the next worker, which is part of the figure.",
+        " tokens, 64 a step of 10 ms) is read again by the next worker, which is part of the figure. *Wrong texts*:"
+        " another text, or a clean end before it was complete. *Errors*: answers that ended with an error event.",
         "",
-        "| killed | kills | streams | p50 | p99 | max | wrong texts |",
-        "|---|---|---|---|---|---|---|",
+        "| killed | kills | streams | p50 | p99 | max | wrong texts | errors |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            _gap_line(f"{gaps.what} | {gaps.num_kills}", gaps.seconds) + f" {gaps.num_wrong} |"
+            _gap_line(f"{gaps.what} | {gaps.num_kills}", gaps.seconds)
+            + f" {gaps.num_wrong} | {', '.join(f'{count} {code}' for code, count in gaps.failed.items()) or 0} |"
             for gaps in figures.gaps
         ),
     ]
@@ -308,11 +324,23 @@ def _rest(figures: Figures) -> list[str]:
             "",
             f"2,000 requests at once at two workers with 8 slots each and a queue of 256: {seen['finished']:,.0f}"
             f" answered completely (the last one after {seen['finished max s']:.1f} s), {seen['refused']:,.0f}"
-            f" refused with 429 (p50 {seen['refused p50 s'] * 1000:.0f} ms, p99 {seen['refused p99 s'] * 1000:.0f} ms"
-            f" after the client began to connect, all 2,000 connections being made at that moment by one client"
-            f" process on the same cores), {seen['other']:.0f} otherwise. The web process grew by"
-            f" {seen['memory kb'] / 1024:.0f} MB.",
+            f" refused with 429, {seen['other']:.0f} otherwise. The web process used {seen['server cpu s']:.1f} s of"
+            f" processor time for all of it, and grew by {seen['memory kb'] / 1024:.0f} MB. All come at the same"
+            " moment and are refused one after the other, so most of the time is waiting for those before:",
+            "",
+            "| until the 429 | p50 | p99 |",
+            "|---|---|---|",
+            f"| inside the server, since it read the request's head | {seen['refused inside p50 s'] * 1000:.0f} ms |"
+            f" {seen['refused inside p99 s'] * 1000:.0f} ms |",
+            "| at the client, which makes 2,000 connections from one process on the same cores, since it began |"
+            f" {seen['refused p50 s'] * 1000:.0f} ms | {seen['refused p99 s'] * 1000:.0f} ms |",
         ]
+        if figures.refusals_s:
+            p50, p99 = (percentile(figures.refusals_s, share) * 1000 for share in (0.5, 0.99))
+            lines.append(
+                f"| at a client that asks again and again, with a new connection each time, while 256 wait and 16 are"
+                f" answered ({len(figures.refusals_s)} refusals) | {p50:.1f} ms | {p99:.1f} ms |"
+            )
     if figures.neighbours_read_s:
         read, deaf = (percentile(gaps, 0.99) for gaps in (figures.neighbours_read_s, figures.neighbours_deaf_s))
         lines += [

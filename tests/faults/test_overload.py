@@ -7,13 +7,13 @@ import random
 import re
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.faults.cell import FaultyCell
 from tests.faults.client import Ask, Seen, ask
 from tests.faults.conftest import CellMaker
+from tests.faults.failover import memory_kb, percentile
 from tests.faults.oracle import Oracle, story
 from tests.faults.schedule import draw_ask
 from tests.faults.verdict import judge_client
@@ -27,12 +27,6 @@ NUM_MIXED = 1_000
 @pytest.fixture(scope="module")
 def cell(make_module_cell: CellMaker) -> FaultyCell:
     return make_module_cell(num_workers=2, SCRIPTED_STEP_MS=2, MAX_WAITING=100, MAX_NUM_SEQS=16, STREAM_TTL_S=8)
-
-
-def memory_kb(pid: int) -> int:
-    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found.group(1))
 
 
 def test_a_flood_is_answered_with_429_and_what_was_accepted_finishes(make_cell: CellMaker, oracle: Oracle) -> None:
@@ -53,6 +47,10 @@ def test_a_flood_is_answered_with_429_and_what_was_accepted_finishes(make_cell: 
         assert judge_client(seen, oracle, frozenset({"queue_full"})) is None
         if seen.status == 429:
             assert int(seen.headers["retry-after"]) >= 1
+    outside_s = [seen.answered_in_s for seen in done if seen.status == 429]
+    inside_s = [int(seen.headers["openai-processing-ms"]) / 1000 for seen in done if seen.status == 429]
+    for where, waited_s in (("at the client", outside_s), ("inside the server", inside_s)):
+        print(f"429 {where}: p50 {percentile(waited_s, 0.5):.3f} s, p99 {percentile(waited_s, 0.99):.3f} s")
     assert memory_kb(pid) - before_kb < 100 * 1024
     cell.wait_quiet()
 
