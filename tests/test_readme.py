@@ -170,6 +170,10 @@ def functions_of(module: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
+def test_the_readme_leads_to_every_document() -> None:
+    assert [name for name in DOCUMENTS if name.startswith("docs/") and f"]({name})" not in README] == []
+
+
 def test_every_setting_is_in_the_table_with_its_default() -> None:
     code, table = settings_in_code(), settings_in_table()
     assert len(code) > 25
