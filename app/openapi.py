@@ -57,7 +57,8 @@ WISHES: Mapping[str, Schema] = {
     "Idempotency-Key": {
         "type": "string",
         "pattern": "^[!-~]{1,255}$",
-        "description": "The same request with the same key is generated once: the second one joins the answer.",
+        "description": "The same request with the same key is generated once, the second one joins the "
+        "answer; after a failure it is generated anew.",
     },
     "X-Disconnect": {
         "type": "string",
