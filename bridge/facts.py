@@ -163,7 +163,7 @@ def _request_columns(fact: Fact) -> Row:
             }
         case "claimed":
             return {
-                "state": "claimed",
+                "state": "streaming" if _int(details, "next_index") else "claimed",  # goes on where another left
                 "claimed_ms": fact.at_ms,
                 "worker": fact.worker,
                 "fingerprint": _text(details, "fingerprint"),
@@ -203,7 +203,11 @@ def _attempt_columns(fact: Fact) -> Row:
                 "first_index": _int(details, "next_index"),
             }
         case "first_token":
-            return {"first_token_ms": fact.at_ms, "worker": fact.worker or None}
+            return {
+                "first_token_ms": fact.at_ms,
+                "worker": fact.worker or None,
+                "num_cached_tokens": _int(details, "cached"),
+            }
         case "released" | "lost" | "ended":
             return {
                 "ended_ms": fact.at_ms,

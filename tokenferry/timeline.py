@@ -192,7 +192,7 @@ def moments(life: Life) -> list[Moment]:
             kept = f", goes on after {attempt['first_index']} tokens" if attempt.get("first_index") else ""
             found.append(Moment(at_ms, "claimed", f"by {_worker(life, attempt.get('worker'))}{kept}"))
         if (at_ms := request.get("first_token_ms")) is not None and _has(attempt, at_ms, life.attempts):
-            cached, prompt = request.get("num_cached_tokens"), request.get("num_prompt_tokens")
+            cached, prompt = attempt.get("num_cached_tokens"), request.get("num_prompt_tokens")
             share = f"{cached} of {prompt} prompt tokens were cached" if prompt and cached is not None else ""
             found.append(Moment(at_ms, "first token", share))
         if attempt.get("outcome") in ("released", "lost"):

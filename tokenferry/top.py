@@ -23,7 +23,9 @@ from tokenferry.shown import bar, print_json, spelled_duration
 
 EVERY_S = 1.0
 MAX_SHOWN = 30
-BAR = 16
+WIDE = 120
+"""Columns of a terminal that has room for everything."""
+MIN_ID = 13
 
 Look = Callable[[], Overview]
 
@@ -58,14 +60,14 @@ def as_record(now: Overview, before: Overview | None = None) -> dict[str, Any]:
     }
 
 
-def picture(now: Overview, before: Overview | None = None) -> RenderableType:
-    """The screen."""
+def picture(now: Overview, before: Overview | None = None, width: int = WIDE) -> RenderableType:
+    """The screen. On a narrow one, less matters more."""
     rates = tokens_per_s(before, now)
-    parts: list[RenderableType] = [_head(now, before, rates), Text(), _workers(now)]
+    parts: list[RenderableType] = [_head(now, before, rates), Text(), _workers(now, width >= WIDE)]
     if any(queue.num_waiting for queue in now.queues):
         parts += [Text(), _queues(now)]
     if now.requests:
-        parts += [Text(), _requests(now, rates)]
+        parts += [Text(), _requests(now, rates, width)]
         if (num_more := now.num_running + _num_waiting(now) - min(len(now.requests), MAX_SHOWN)) > 0:
             parts.append(Text(f"and {num_more} more", style="dim"))
     return Group(*parts)
@@ -91,22 +93,24 @@ def _head(now: Overview, before: Overview | None, rates: Mapping[str, float]) ->
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in columns:
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
+        if name:
+            table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
     return table
 
 
-def _workers(now: Overview) -> Table:
-    table = _table("worker", "device", "model", ">running", ">waiting", "KV cache", ">last step")
+def _workers(now: Overview, is_wide: bool) -> Table:
+    waiting = ">waiting" if is_wide else ""
+    table = _table("worker", "device", "model", ">running", waiting, "KV cache", ">last step")
     for worker in now.workers:
         load = worker.load
         share = 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
         table.add_row(
             worker.info.worker,
             worker.info.device,
-            f"{worker.info.model} ({worker.info.variant})",
+            f"{worker.info.model} ({worker.info.variant})" if is_wide else worker.info.model,
             f"{load.num_running}/{worker.info.max_num_seqs}",
-            str(load.num_waiting),
-            f"▕{bar(share, BAR)}▏{share:4.0%}",
+            *([str(load.num_waiting)] if is_wide else []),
+            f"{_bar(share, is_wide)}{share:4.0%}",
             _last_step(now, worker),
             style="" if worker.is_live else "red",
         )
@@ -130,18 +134,21 @@ def _queues(now: Overview) -> Table:
     return table
 
 
-def _requests(now: Overview, rates: Mapping[str, float]) -> Table:
-    table = _table("request", "state", "worker", ">attempt", ">age", ">prompt", "output", ">tokens/s")
+def _requests(now: Overview, rates: Mapping[str, float], width: int) -> Table:
+    is_wide = width >= WIDE
+    more = (">attempt", ">prompt") if is_wide else ("", "")
+    table = _table("request", "state", "worker", more[0], ">age", more[1], "output", ">tokens/s")
+    room = 1000 if is_wide else max(MIN_ID, width - 66)  # the other columns are no wider
     for request in now.requests[:MAX_SHOWN]:
         rate = rates.get(request.request_id)
         table.add_row(
-            request.request_id,
+            _cut(request.request_id, room),
             request.state,
             request.worker,
-            str(request.attempt),
+            *([str(request.attempt)] if is_wide else []),
             spelled_duration(max(0, now.at_ms - request.submitted_ms)),
-            _prompt(request),
-            _progress(request),
+            *([_prompt(request)] if is_wide else []),
+            _progress(request, is_wide),
             "" if rate is None or request.state != "streaming" else f"{rate:.0f}",
         )
     return table
@@ -151,10 +158,18 @@ def _prompt(request: LiveRequest) -> str:
     return "" if request.num_prompt_tokens is None else str(request.num_prompt_tokens)
 
 
-def _progress(request: LiveRequest) -> str:
+def _progress(request: LiveRequest, is_wide: bool) -> str:
     if not request.max_tokens:
         return f"{request.num_tokens}"
-    return f"▕{bar(request.num_tokens / request.max_tokens, BAR)}▏{request.num_tokens}/{request.max_tokens}"
+    return f"{_bar(request.num_tokens / request.max_tokens, is_wide)}{request.num_tokens}/{request.max_tokens}"
+
+
+def _bar(share: float, is_wide: bool) -> str:
+    return f"▕{bar(share, 16 if is_wide else 8)}▏"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def show_top(
@@ -169,14 +184,14 @@ def show_top(
     console = console or Console()
     try:
         if once:
-            print_json(as_record(look())) if as_json else console.print(picture(look()))
+            print_json(as_record(look())) if as_json else console.print(picture(look(), width=console.width))
         elif as_json:
             _go_on(look, wait, lambda now, before: print_json(as_record(now, before), is_line=True))
         elif not console.is_terminal:
-            _go_on(look, wait, lambda now, before: console.print(picture(now, before)))
+            _go_on(look, wait, lambda now, before: console.print(picture(now, before, console.width)))
         else:
             with Live(console=console, screen=True, auto_refresh=False) as live:
-                _go_on(look, wait, lambda now, before: live.update(picture(now, before), refresh=True))
+                _go_on(look, wait, lambda now, before: live.update(picture(now, before, console.width), refresh=True))
     except KeyboardInterrupt:
         return 0
     except RedisError as error:

@@ -83,9 +83,10 @@ class Cell:
         now_ms: int,
         *,
         end: bool = False,
+        cached: int = 0,
     ) -> str:
         terminal = Terminal("finished", "stop") if end else None
-        append = Append(request_id, attempt, first_index, tokens, terminal=terminal)
+        append = Append(request_id, attempt, first_index, tokens, cached, terminal)
         return type(self.records.append_many([append], now_ms=now_ms)[0]).__name__
 
     def messages(self, queue: str) -> int:

@@ -100,6 +100,7 @@ def test_the_life_of_a_request_folds_into_one_row_and_one_for_each_attempt() -> 
         "reason": "worker_lost",
         "first_index": 0,
         "next_index": 7,
+        "num_cached_tokens": 4,
         "offered_ms": 10,
         "claimed_ms": 20,
         "first_token_ms": 30,
@@ -107,6 +108,14 @@ def test_the_life_of_a_request_folds_into_one_row_and_one_for_each_attempt() -> 
         "updated_ms": 40,
     }
     assert (second["offer_reason"], second["first_index"], second["outcome"]) == ("worker_lost", 7, "finished")
+
+
+def test_a_request_that_is_claimed_with_tokens_goes_on_streaming() -> None:
+    states = [
+        fold([Fact("claimed", 1, "r1", 2, "w", details={"next_index": next_index})])["requests"][0]["state"]
+        for next_index in (0, 7)
+    ]
+    assert states == ["claimed", "streaming"]
 
 
 def test_the_attempt_whose_loss_was_one_too_many_stays_lost_while_the_request_fails() -> None:

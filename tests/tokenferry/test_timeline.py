@@ -43,10 +43,10 @@ def fail_over(cell: Cell) -> None:
     cell.watchdog.tick(1400)
     cell.offer("r1", 1000)
     cell.claim("r1", "w1", 1010)
-    cell.publish("r1", 1, 0, (7, 8), 1020)
+    cell.publish("r1", 1, 0, (7, 8), 1020, cached=1)
     cell.watchdog.tick(1500)
     cell.claim("r1", "w2", 1510, attempt=2)
-    cell.publish("r1", 2, 2, (9,), 1520)
+    cell.publish("r1", 2, 2, (9,), 1520, cached=3)
 
 
 def story(lives: Lives, request_id: str = "r1") -> list[tuple[int, str, str]]:
@@ -56,7 +56,7 @@ def story(lives: Lives, request_id: str = "r1") -> list[tuple[int, str, str]]:
 MOVED = [
     (1000, "submitted", "attempt 1"),
     (1010, "claimed", "by w1 (h, cpu, fp32)"),
-    (1020, "first token", "0 of 3 prompt tokens were cached"),
+    (1020, "first token", "1 of 3 prompt tokens were cached"),
     (1500, "lost", "by w1 (h, cpu, fp32), 2 tokens are safe: worker_lost"),
     (1500, "offered again", "attempt 2: worker_lost"),
     (1510, "claimed", "by w2 (h, cpu, fp32), goes on after 2 tokens"),
@@ -89,10 +89,10 @@ def test_at_any_moment_of_the_bridge_the_story_is_whole(cell: Cell, tmp_path: Pa
     cell.offer("r1", 1000)
     cell.claim("r1", "w1", 1010)
     snapshot(cell, tmp_path)
-    cell.publish("r1", 1, 0, (7, 8), 1020)
+    cell.publish("r1", 1, 0, (7, 8), 1020, cached=1)
     cell.watchdog.tick(1500)
     cell.claim("r1", "w2", 1510, attempt=2)
-    cell.publish("r1", 2, 2, (9,), 1530, end=True)
+    cell.publish("r1", 2, 2, (9,), 1530, end=True, cached=3)
     assert story(Lives(tmp_path, cell.redis)) == [*MOVED, FINISHED]
 
 

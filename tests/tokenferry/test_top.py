@@ -36,6 +36,29 @@ def shown(now: Overview, before: Overview | None = None) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
+def test_on_a_narrow_terminal_nothing_that_matters_is_cut() -> None:
+    long = replace(REQUEST, request_id="chatcmpl-" + "a" * 32, worker="machine-1a2b3c4d")
+    now = replace(
+        NOW, requests=(long,), workers=(LiveWorker(replace(INFO, worker="machine-1a2b3c4d"), LOAD, True, 3),)
+    )
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(now, replace(now, at_ms=9_000), console.width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert line_with(lines, "3/8").split() == [
+        "machine-1a2b3c4d",
+        "cpu",
+        "m",
+        "3/8",
+        "▕██████",
+        "▏",
+        "75%",
+        "10",
+        "ms",
+    ]
+    assert "50/100" in line_with(lines, "chatcmpl-aaa")
+    assert max(map(len, lines)) <= 80
+
+
 def line_with(lines: list[str], text: str) -> str:
     (found,) = [line for line in lines if text in line]
     return found
