@@ -49,7 +49,10 @@ async def _resume(ports: Sequence[int], web: int, wanted: Ask, rng: random.Rando
 
 
 async def _retry(ports: Sequence[int], web: int, wanted: Ask, rng: random.Random, limit_s: float) -> Seen:
-    """Ask again with the same key, as the openai client does after an error: it has to be the same answer."""
+    """Ask again with the same key, as the openai client does after an error.
+
+    It has to be the same answer, unless that has failed, or was given up: then it is another one from there on.
+    """
     began_s = time.monotonic()
     keyed = replace(wanted, headers=(("idempotency-key", f"key-{rng.getrandbits(64):x}"),), leave_after=None)
     seen = await ask(ports[web], replace(keyed, leave_after=wanted.leave_after), web=web, limit_s=limit_s)
@@ -57,9 +60,11 @@ async def _retry(ports: Sequence[int], web: int, wanted: Ask, rng: random.Random
     while _is_open(seen) and time.monotonic() - began_s < min(limit_s, 8.0):
         await asyncio.sleep(PAUSE_S * rng.random())
         seen = await ask(ports[web := rng.randrange(len(ports))], keyed, web=web, limit_s=limit_s)
-        if seen.headers.get("x-idempotent-replay") == "true" and first_id and seen.request_id != first_id:
+        is_replay = seen.headers.get("x-idempotent-replay") == "true"
+        if is_replay and first_id and seen.request_id != first_id:
             seen.error_code = "doubled"
-        first_id = first_id or seen.request_id
+        if seen.status == 200 and (not is_replay or not first_id):
+            first_id = seen.request_id
     seen.ask = keyed
     return _over(seen, began_s)
 
