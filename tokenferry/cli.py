@@ -117,6 +117,7 @@ def _add_model_commands(commands: Commands) -> None:
     pull.add_argument("--check", action="store_true", help="only read what is there, against its checksum")
     pull.set_defaults(command=_pull)
     models = commands.add_parser("models", help="the known models, and which are here")
+    models.add_argument("--json", action="store_true", help="for programs")
     models.set_defaults(command=_models)
 
 
@@ -190,6 +191,7 @@ def _add_preflight(commands: Commands) -> None:
     preflight = commands.add_parser("preflight", help="whether this machine can take the model now")
     preflight.add_argument("--model", help="MODEL")
     preflight.add_argument("--variant", help="VARIANT")
+    preflight.add_argument("--json", action="store_true", help="for programs")
     _add_thresholds(preflight)
     preflight.set_defaults(command=_preflight)
 
@@ -217,7 +219,7 @@ def _pull(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace) -> int:
     from tokenferry.models import models
 
-    return models(cache_dir(os.environ))
+    return models(cache_dir(os.environ), as_json=options.json)
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -309,7 +311,7 @@ def _redis() -> Redis:
 def _preflight(options: argparse.Namespace) -> int:
     from tokenferry.machine import preflight
 
-    return preflight(environ_from(options, SETTING_FLAGS, PREFLIGHT_FLAGS))
+    return preflight(environ_from(options, SETTING_FLAGS, PREFLIGHT_FLAGS), as_json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -6,7 +6,9 @@ and judged (`tasks.preflight`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from decode.registry import ModelMissing, resolve
 from tasks.loading import SCRIPTED
 from tasks.preflight import SCRIPTED_MB, Thresholds, examine, memory_needed_mb, read_machine, require
 from tasks.settings import WorkerSettings, num_workers
+from tokenferry.shown import print_json
 
 TYPICAL_MB = 3000
 """Assumed for a model that is not here to be looked at."""
@@ -35,11 +38,11 @@ def threads_for(num_workers: int) -> int:
     return max(1, choose_num_threads() // num_workers) if num_workers > 1 else 0
 
 
-def preflight(environ: Mapping[str, str]) -> int:
+def preflight(environ: Mapping[str, str], *, as_json: bool = False) -> int:
     """Show every figure beside its threshold. Raises SettingsError, ModelError, CheckpointError, PreflightRefused."""
     worker = WorkerSettings.from_env(environ)
     workers = max(1, num_workers(environ))
-    console = Console()
+    console = Console(file=sys.stderr if as_json else None)
     try:
         checkpoint = None if worker.model == SCRIPTED else resolve(worker.model, worker.cache_dir)
         needed_mb = memory_for(worker, checkpoint)
@@ -48,6 +51,10 @@ def preflight(environ: Mapping[str, str]) -> int:
         needed_mb = TYPICAL_MB
     thresholds = Thresholds.from_env(environ, needed_mb * workers)
     reading = read_machine()
+    if as_json:
+        print_json([asdict(finding) for finding in examine(reading, thresholds)])
+        require(reading, thresholds)
+        return 0
     table = Table("figure", "found", "needed", "", box=None, header_style="bold", pad_edge=False)
     for finding in examine(reading, thresholds):
         table.add_row(finding.what, finding.found, finding.needed, "ok" if finding.passed else "short")

@@ -13,6 +13,7 @@ from rich.table import Table
 from decode.registry import PUBLISHED, ModelDamaged, ModelError, PublishedModel, resolve
 from tokenferry import pull as pulling
 from tokenferry.progress import PullProgress
+from tokenferry.shown import print_json
 
 
 def pull(name: str, cache_dir: Path, *, accept_terms: bool, check_only: bool) -> int:
@@ -26,8 +27,11 @@ def pull(name: str, cache_dir: Path, *, accept_terms: bool, check_only: bool) ->
     return 0
 
 
-def models(cache_dir: Path) -> int:
+def models(cache_dir: Path, *, as_json: bool = False) -> int:
     """A table of the known models and of what the cache holds."""
+    if as_json:
+        print_json([_record(model, cache_dir) for model in PUBLISHED.values()])
+        return 0
     table = Table("name", "what", "licence", "here", box=None, header_style="bold", pad_edge=False)
     table.columns[0].no_wrap = True
     for model in PUBLISHED.values():
@@ -38,6 +42,17 @@ def models(cache_dir: Path) -> int:
         "\nMODEL also takes a folder with config.json, a .gguf file, or an id on a model hub.", highlight=False
     )
     return 0
+
+
+def _record(model: PublishedModel, cache_dir: Path) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "description": model.description,
+        "licence": model.licence,
+        "download_bytes": model.download_bytes,
+        "is_here": _state(model, cache_dir) == "yes",
+        "state": _state(model, cache_dir),
+    }
 
 
 def _state(model: PublishedModel, cache_dir: Path) -> str:

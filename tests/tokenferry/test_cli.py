@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,18 @@ def test_preflight_refuses_with_the_figures_and_force_lets_it_pass(
     assert "needed at least 999,999,999 MB" in captured.err
     assert "short" in captured.out
     assert main(["preflight", "--min-memory-mb", "999999999", "--force"]) == 0
+
+
+def test_models_and_preflight_are_told_to_programs_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "--json"]) == 0
+    known = {model["name"]: model["is_here"] for model in json.loads(capsys.readouterr().out)}
+    assert known["smollm2-135m-instruct"] is False
+    monkeypatch.setenv("MODEL", "scripted")
+    assert main(["preflight", "--json", "--min-memory-mb", "999999999"]) == 1
+    passed = {finding["what"]: finding["passed"] for finding in json.loads(capsys.readouterr().out)}
+    assert False in passed.values()
 
 
 def test_a_flag_stands_for_its_variable_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
