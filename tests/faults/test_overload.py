@@ -26,11 +26,11 @@ NUM_MIXED = 1_000
 
 @pytest.fixture(scope="module")
 def cell(make_module_cell: CellMaker) -> FaultyCell:
-    return make_module_cell(num_workers=2, SCRIPTED_STEP_MS=2, MAX_WAITING=100, MAX_NUM_SEQS=16, STREAM_TTL_S=8)
+    return make_module_cell(num_workers=2, SCRIPTED_STEP_MS=2, MAX_WAITING=100, MAX_NUM_SEQS=16, STREAM_TTL_S=5)
 
 
 def test_a_flood_is_answered_with_429_and_what_was_accepted_finishes(make_cell: CellMaker, oracle: Oracle) -> None:
-    cell = make_cell(num_workers=2, SCRIPTED_STEP_MS=40, MAX_WAITING=100, MAX_NUM_SEQS=8)
+    cell = make_cell(num_workers=2, SCRIPTED_STEP_MS=20, MAX_WAITING=100, MAX_NUM_SEQS=8)
     pid = cell.wait_pid_at_work("web")
     before_kb = memory_kb(pid)
 

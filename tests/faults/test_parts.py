@@ -125,6 +125,8 @@ def test_a_stream_in_redis_needs_the_right_tokens_and_one_end(oracle: Oracle, fa
 
     assert judged("right") is None
     assert judged("unknown") is None
+    cell.records.forestall(["given up"])
+    assert judged("given up") is None
     assert (wrong := judged("wrong")) is not None
     assert wrong.kind == "reordered"
     assert (still_open := judged("open")) is not None

@@ -255,7 +255,7 @@ def test_an_idle_stream_needs_no_new_connection(make_cell: CellMaker) -> None:
         await asyncio.to_thread(cell.wait_until, lambda: cell.records.num_waiting(cell.model) == 1, "it waits")
         await running.events(10)
         before = connections(cell)
-        await running.events(70)
+        await running.events(10 + 53)
         after = connections(cell)
         await running.leave()
         return await waiting.end(), before, after

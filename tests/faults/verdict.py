@@ -81,10 +81,13 @@ def judge_client(seen: Seen, oracle: Oracle, excused: frozenset[str]) -> Broken 
 
 
 def judge_record(redis: Redis, request_id: str, content: str, oracle: Oracle) -> Broken | None:
-    """The stream of an accepted request: the oracle's tokens in order, one end. A request without a record passes."""
+    """The stream of an accepted request: the oracle's tokens in order, one end.
+
+    One without a record passes, and one that was given up before it arrived: it has no attempt, and no stream.
+    """
     raw: Any = redis.xrange(keys.out(request_id))
-    state: Any = redis.hget(keys.request(request_id), "state")
-    if state is None:
+    state, attempt = redis.hmget(keys.request(request_id), "state", "attempt")
+    if state is None or (attempt == b"0" and not raw):
         return None
     if state not in TERMINAL_STATES:
         return Broken("end", request_id, f"is still {state.decode()}")
