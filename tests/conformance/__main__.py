@@ -29,7 +29,7 @@ PYTHON = PLACE / "venv" / "bin" / "python"
 NODE = PLACE / "node"
 REAL = "smollm2-135m-instruct"
 MIN_NODE = 20
-JUDGES = ("comply", "langchain", "litellm", "node")
+JUDGES = ("comply", "langchain", "litellm", "node", "openai")
 # Small enough that an answer without a limit, which a small model does not always end by itself, is over soon.
 MAX_MODEL_LEN = 1024
 

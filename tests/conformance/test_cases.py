@@ -23,7 +23,7 @@ def test_the_versions_of_the_judges_are_those_that_are_installed_for_them() -> N
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (here / "requirements.txt").read_text(), re.MULTILINE))
     packages = json.loads((here / "package.json").read_text())["dependencies"]
     judges = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
-    assert len(pinned) == 3
+    assert len(pinned) == 4
     for name, version in pinned.items():
         assert re.search(rf"^\| `{name}[ `].*\| {re.escape(version)} \|", judges, re.MULTILINE), name
     for name in ("openai", "ai", "@ai-sdk/openai-compatible"):
