@@ -17,7 +17,7 @@ let picture = null;
 // -- words and figures
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const rough = (value) => (value >= 100 ? whole.format(value) : value >= 10 ? value.toFixed(0) : value.toFixed(1));
+const rough = (value) => (value >= 10 || value === 0 ? whole.format(value) : value.toFixed(1));
 
 export function duration(ms) {
   if (ms < 0) return "0 ms";

@@ -170,11 +170,13 @@ class Answer {
     this.numPieces += 1;
   }
 
+  /** Text of another kind than before begins a new paragraph. */
   append(text, kind) {
     const last = this.text.lastElementChild;
     if (last && last.className === kind) {
       last.append(text);
     } else {
+      if (last) this.text.append("\n\n");
       this.text.append(this.element("span", { class: kind, text }));
     }
   }
@@ -204,7 +206,8 @@ class Answer {
       this.reason = "stopped";
     } else {
       this.node.classList.add("failed");
-      this.append(` ${message}`, "bad");
+      this.reason = "failed";
+      this.append(message, "bad");
     }
     this.showCost();
   }

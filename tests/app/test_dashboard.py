@@ -13,6 +13,7 @@ from redis.exceptions import TimeoutError
 
 from app.api_keys import KeyFile
 from app.dashboard import FILES
+from app.viewers import MAX_VIEWERS
 from tests.app.web import MODEL, Exchange, Web, run
 
 KEY = "Bearer sk-alice"
@@ -141,6 +142,19 @@ def test_without_redis_viewers_are_told_so_and_stay() -> None:
         web.redis.hgetall = away  # type: ignore[assignment]
         refused = await web.get("/dashboard/requests/chatcmpl-1")
         assert (refused.status, refused.error["code"]) == (503, "queue_unreachable")
+
+    run(test)
+
+
+def test_who_leaves_makes_room_for_another() -> None:
+    async def test(web: Web) -> None:
+        viewers = [await watch(web) for _ in range(MAX_VIEWERS)]
+        refused = await watch(web)
+        assert (refused.status, refused.error["code"]) == (503, "too_many_viewers")
+        assert int(refused.headers["retry-after"]) > 1
+        viewers[5].leave()
+        await web.settle()
+        assert (await watch(web)).status == 200
 
     run(test)
 
