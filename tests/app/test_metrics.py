@@ -9,11 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from app.answers import Closer
 from app.api_keys import KeyFile
 from app.metrics_page import with_table
-from tasks.metrics import METRICS, REREADS, Meter
+from tasks.metrics import ENDED, METRICS, REREADS, Meter
 from tasks.metrics_board import MetricsBoard
-from tests.app.web import MODEL, NUM_PROMPT_TOKENS, Exchange, Web, run
+from tests.app.web import MODEL, NUM_PROMPT_TOKENS, Exchange, Inline, Web, run
 
 
 async def scrape(web: Web) -> list[Sample]:
@@ -161,6 +162,19 @@ def test_a_cancelled_answer_is_counted_where_it_was_cancelled() -> None:
         await web.request("POST", "/v1/chat/completions/chatcmpl-1/cancel", b"")
         samples = await scrape(web)
         assert value(samples, "tokenferry_requests_ended_total", state="cancelled", reason="stopped") == 1
+
+    run(test)
+
+
+def test_what_is_over_already_is_not_counted_again() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        await web.chat()
+        meter = Meter("web")
+        closer = Closer(web.records, "reader-1", Inline(), meter)
+        for _ in range(2):
+            closer.close_soon("chatcmpl-1", "finished", "stop", MODEL)
+        assert [one.value for one in meter.samples() if one.metric is ENDED] == [1]
 
     run(test)
 

@@ -47,6 +47,7 @@ def test_the_embedded_server_follows_the_data_folder() -> None:
         ("STREAM_TTL_S", "0"),
         ("FIRST_TOKEN_DEADLINE_S", "1.5"),
         ("LOG_LEVEL", "loud"),
+        ("LOG_FORMAT", "xml"),
         ("API_KEYS_FILE", "/no/such/file"),
         ("API_KEYS_FILE", "/"),
         ("CORS_ORIGINS", "chat.example"),
