@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_thousand_mixed_requests_leave_every_count_where_it_was(cell: FaultyCe
     rng = random.Random(5)
 
     async def client(number: int) -> list[Seen]:
-        return [await ask(cell.port, draw_ask(rng, oracle)) for _ in range(number)]
+        return [await ask(cell.port, shortened(draw_ask(rng, oracle))) for _ in range(number)]
 
     async def load(num_requests: int) -> list[Seen]:
         seen = await asyncio.gather(*(client(num_requests // 20) for _ in range(20)))
@@ -71,6 +72,11 @@ def test_a_thousand_mixed_requests_leave_every_count_where_it_was(cell: FaultyCe
     for seen in asyncio.run(load(NUM_MIXED)):
         assert judge_client(seen, oracle, frozenset({"queue_full"})) is None
     assert counts_of(cell) == before
+
+
+def shortened(wanted: Ask) -> Ask:
+    """An answer's length is not what this is about."""
+    return replace(wanted, max_tokens=1 + wanted.max_tokens // 4)
 
 
 def counts_of(cell: FaultyCell) -> dict[str, int]:

@@ -25,6 +25,18 @@ def shared(make_module_cell: CellMaker) -> FaultyCell:
     return make_module_cell(num_workers=2)
 
 
+@pytest.fixture(scope="module")
+def lone_cell(make_module_cell: CellMaker) -> FaultyCell:
+    return make_module_cell(num_workers=1)
+
+
+@pytest.fixture
+def lone(lone_cell: FaultyCell) -> FaultyCell:
+    """One worker, whole again."""
+    lone_cell.wait_complete()
+    return lone_cell
+
+
 @pytest.fixture
 def cell(shared: FaultyCell) -> FaultyCell:
     """Whole again, whatever the test before did to it."""
@@ -127,21 +139,20 @@ def test_a_request_whose_workers_keep_dying_fails_after_three_of_them(make_cell:
 
 
 def test_a_worker_killed_between_the_offer_and_the_first_token_leaves_the_request_to_the_next(
-    make_cell: CellMaker, oracle: Oracle
+    lone: FaultyCell, oracle: Oracle
 ) -> None:
     """The only worker is frozen before it can take the request, then killed: the next one to come takes it."""
-    cell = make_cell(num_workers=1)
 
     async def test() -> Seen:
-        pid = cell.signal_at_work("worker.1", signal.SIGSTOP)
-        asking = Asking(cell.port, Ask(story(6), 20))
-        await asyncio.to_thread(cell.wait_until, lambda: cell.records.num_waiting(cell.model) == 1, "it waits")
-        cell.kill("worker.1")
+        pid = lone.signal_at_work("worker.1", signal.SIGSTOP)
+        asking = Asking(lone.port, Ask(story(6), 20))
+        await asyncio.to_thread(lone.wait_until, lambda: lone.records.num_waiting(lone.model) == 1, "it waits")
+        lone.kill("worker.1")
         assert pid is not None
-        cell.replace("worker.1")
+        lone.replace("worker.1")
         return await asking.end()
 
-    assert_exact(cell, asyncio.run(test()), oracle)
+    assert_exact(lone, asyncio.run(test()), oracle)
 
 
 def test_a_rolling_restart_of_all_workers_loses_nothing_and_keeps_nobody_long(
@@ -221,14 +232,13 @@ def test_a_generation_longer_than_every_time_out_is_claimed_once(make_cell: Cell
     assert cell.attempt_of(seen.request_id) == 1
 
 
-def test_a_crash_loop_has_growing_pauses(make_cell: CellMaker) -> None:
-    cell = make_cell(num_workers=1, STALL_LIMIT_S=1)
+def test_a_crash_loop_has_growing_pauses(lone: FaultyCell) -> None:
     pauses_s = []
     for _ in range(4):
-        pid = cell.wait_pid_at_work("worker.1")
+        pid = lone.wait_pid_at_work("worker.1")
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
-        cell.wait_pid_at_work("worker.1", other_than=pid)
+        lone.wait_pid_at_work("worker.1", other_than=pid)
         pauses_s.append(time.monotonic() - killed_s)
     assert pauses_s == sorted(pauses_s)
     assert pauses_s[-1] > 0.7
