@@ -8,7 +8,6 @@ text of a client or a model is in a message; that a line is one line is seen to 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ _NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,9})?")
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-def log_to_stderr(level: str, form: str, environ: Mapping[str, str] = os.environ) -> None:
+def log_to_stderr(level: str, form: str, environ: Mapping[str, str]) -> None:
     """`form` is "text" or "json". A process manager has a clock of its own, so in text ours stays out under one."""
     process = environ.get("HONCHO_PROCESS_NAME", "")
     formatter = JsonLines(process) if form == "json" else TextLines(has_clock=not process)

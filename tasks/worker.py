@@ -44,7 +44,7 @@ def main(argv: Sequence[str] = ()) -> int:
         print(error, file=sys.stderr, flush=True)
         return EXIT_CANNOT_SERVE
     if not logging.getLogger().handlers:  # our caller may have set logging up
-        log_to_stderr(settings.log_level, settings.log_format)
+        log_to_stderr(settings.log_level, settings.log_format, os.environ)
     if not argv:
         return supervise(settings)
     worker, supervisor_pid = argv[1], int(argv[2])

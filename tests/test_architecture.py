@@ -11,7 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = ("app", "bridge", "decode", "tasks", "tokenferry")
 COMPOSITION_ROOTS = {"app/main.py", "bridge/main.py", "tasks/worker.py"}
-APP_MAY_USE_OF_DECODE = {"decode.checkpoint", "decode.config", "decode.registry", "decode.sampling"}
+APP_MAY_USE_OF_DECODE = {
+    "decode.checkpoint",
+    "decode.config",
+    "decode.registry",
+    "decode.sampling",
+    "decode.vocabulary",
+}
 NAMES_WITHOUT_MEANING = {"utils.py", "helpers.py", "common.py", "misc.py", "base.py"}
 
 

@@ -45,7 +45,7 @@ BASE_PORT = "TOKENFERRY_BASE_PORT"
 def web() -> int:
     """Raises SettingsError."""
     settings = WebSettings.from_env(web_environ(os.environ))
-    log_to_stderr(settings.log_level, settings.log_format)
+    log_to_stderr(settings.log_level, settings.log_format, os.environ)
 
     def run() -> None:
         from app.main import run
@@ -57,7 +57,7 @@ def web() -> int:
 
 def worker() -> int:
     settings = WorkerSettings.from_env(os.environ)
-    log_to_stderr(settings.log_level, settings.log_format)
+    log_to_stderr(settings.log_level, settings.log_format, os.environ)
     from tasks.worker import main
 
     return int(main() or 0)
@@ -66,7 +66,7 @@ def worker() -> int:
 def bridge() -> int:
     """Raises SettingsError."""
     settings = BridgeSettings.from_env(os.environ)
-    log_to_stderr(settings.log_level, settings.log_format)
+    log_to_stderr(settings.log_level, settings.log_format, os.environ)
 
     def run() -> None:
         from bridge.main import run
@@ -78,7 +78,7 @@ def bridge() -> int:
 
 def redis() -> int:
     """The embedded Valkey, or nothing when REDIS_URL names another server (but stay: honcho ends with its first)."""
-    log_to_stderr(log_level(os.environ), log_format(os.environ))
+    log_to_stderr(log_level(os.environ), log_format(os.environ), os.environ)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.set())
