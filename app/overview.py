@@ -35,6 +35,7 @@ MAX_NEW_FACTS = 10
 RATE_KEPT = 0.6
 """Of a request's rate, how much the next look keeps: shown figures should not jump."""
 
+_SHOWN_OF_REQUEST = ("request_id", "state", "worker", "attempt", "num_tokens", "max_tokens", "submitted_ms")
 _SHOWN_DETAILS = ("reason", "message", "next_index", "cached", "waited_ms", "prompt_tokens", "max_tokens", "class")
 """What a timeline says; who asked is not among it."""
 
@@ -187,7 +188,8 @@ class Picture:
         if num_new:
             self._tokens.spread(num_new, seen.at_ms, now_ms)
         seen.num_tokens, seen.at_ms = max(request.num_tokens, seen.num_tokens), now_ms
-        return {**asdict(request), "tokens_per_s": round(seen.tokens_per_s, 1)}
+        shown = {name: getattr(request, name) for name in _SHOWN_OF_REQUEST}
+        return {**shown, "tokens_per_s": round(seen.tokens_per_s, 1)}
 
     def _whole(self, overview: Overview, requests: list[dict[str, Any]]) -> dict[str, Any]:
         now_ms = overview.at_ms

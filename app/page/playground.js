@@ -185,7 +185,7 @@ class Answer {
     for (const { token, logprob } of list) {
       const likely = Math.exp(logprob);
       const node = this.element("span", { class: "token", text: token, title: `${(likely * 100).toFixed(1)} %, log probability ${logprob.toFixed(3)}` });
-      node.dataset.likely = likely > 0.8 ? "high" : likely > 0.3 ? "middle" : "low";
+      node.dataset.likely = likely > 0.4 ? "high" : likely > 0.08 ? "middle" : "low";
       this.text.append(node);
     }
   }
