@@ -11,6 +11,8 @@ Main database (N):
 | tf:{<id>}:out            | stream | append, close, look, ...   | bridge reader, claim  | 24 h; stream TTL at end |
 | tf:{<id>}:readers        | set    | submit, attach, detach     | detach, ends          | 24 h; gone at end       |
 | tf:idempotency:<key>     | hash   | submit                     | submit                | 24 h; stream TTL at end |
+| tf:stored:<owner>        | zset   | ends, delete               | stored                | STORE_DAYS after last   |
+| tf:{<id>}:deleted        | string | delete                     | stored, delete        | 10 min                  |
 | tf:due                   | zset   | the scripts                | watchdog              | members leave at end    |
 | tf:waiting:<model>:<cls> | zset   | submit, release, reoffer   | submit, `retry_after` | 24 h; members leave     |
 | tf:claims:<model>:<n>    | string | claim                      | `retry_after_s`       | 60 s, one each 5 s      |
@@ -32,6 +34,10 @@ Main database (N):
 A submit whose reply did not come is forestalled: if it has not arrived, the record of a request that is over takes
 its place for FORESTALL_MS.
 
+A finished answer that was to be stored is kept for STORE_DAYS after its end, not for the stream TTL, and is in the
+index of its owner by the time of its submit. An index holds STORE_MAX: what leaves it for a newer one lives for the
+stream TTL at most.
+
 The end of a request with several choices is the end of the last of them: until then all of its keys stay.
 
 "Live" worker means: its member of `tf:workers:<model>` has a lease expiry in the future. The hash beside it is only
@@ -51,6 +57,8 @@ REQUEST = "tf:{%s}:req"
 OUT = "tf:{%s}:out"
 READERS_OF = "tf:{%s}:readers"
 IDEMPOTENCY = "tf:idempotency:%s"
+STORED = "tf:stored:%s"
+DELETED = "tf:{%s}:deleted"
 DUE = "tf:due"
 WAITING = "tf:waiting:%s:%s"
 CLAIMS = "tf:claims:%s:%s"
@@ -84,6 +92,8 @@ KEPT_EVENTS = 10_000
 """How many facts the recorder leaves in `tf:events` after it has recorded them: for the dashboard, and for people."""
 MAX_WAKE_TOKENS = 64
 WAKE_TTL_MS = 60_000
+MAX_TRIMMED = 100
+"""How many answers leave an index for one that comes: one, unless its bound was lowered or some have expired."""
 CLAIMS_BUCKET_MS = 5_000
 """How many milliseconds of claims are counted in one key."""
 
@@ -104,6 +114,11 @@ def readers_of(request_id: str) -> str:
 
 def idempotency(key: str) -> str:
     return IDEMPOTENCY % key
+
+
+def stored(owner: str) -> str:
+    """The stored answers of one owner, the name of an API key; empty where there are none."""
+    return STORED % owner
 
 
 def waiting(model: str, priority: Priority = "default") -> str:
@@ -198,10 +213,10 @@ def message_heartbeats(namespace: str = QUEUE_NAMESPACE) -> str:
 def lua_constants() -> str:
     """The templates and limits above as Lua locals, put before every script."""
     names = (
-        "REQUEST OUT READERS_OF IDEMPOTENCY DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS WORKER HELD READERS"
-        " READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
+        "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS WORKER HELD"
+        " READERS READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
     )
-    numbers = ("MAX_EVENTS", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
+    numbers = ("MAX_EVENTS", "MAX_TRIMMED", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
     lines += [f"local {name} = {globals()[name]}" for name in numbers]
     return "\n".join([*lines, ""])

@@ -43,6 +43,14 @@ UNKNOWN = Origin()
 
 
 @dataclass(frozen=True, slots=True)
+class Storing:
+    """An answer is to be stored once it has finished: for whom, and what it answers."""
+
+    owner: str
+    messages: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Messages:
     """What a submit puts into Dramatiq's queues, in the same instant: for each choice the id of a message, and it."""
 

@@ -49,10 +49,12 @@ from tasks.moves import (
     Refused,
     Reoffer,
     State,
+    Storing,
     Submitted,
     Terminal,
 )
 from tasks.priorities import PRIORITIES, up_to
+from tasks.stored import StoredAnswers
 
 __all__ = [
     "END_STATES",
@@ -73,6 +75,7 @@ __all__ = [
     "Reoffer",
     "RequestRecords",
     "State",
+    "Storing",
     "Submitted",
     "Terminal",
     "retry_after_s",
@@ -105,8 +108,13 @@ class RequestRecords(Leases):
         max_attempts: int = 3,
         offer_deadline_ms: int = 1_000,
         first_token_deadline_ms: int = 60_000,
+        store_ttl_s: int = 30 * 86_400,
+        store_max: int = 10_000,
     ) -> None:
         super().__init__(redis)
+        self.stored = StoredAnswers(redis, self._scripts)
+        self._store_ttl_ms = store_ttl_s * 1000
+        self._store_max = store_max
         self._stream_ttl_ms = stream_ttl_s * 1000
         self._active_ttl_ms = active_ttl_s * 1000
         self._max_attempts = max_attempts
@@ -132,6 +140,7 @@ class RequestRecords(Leases):
         idempotency: Idempotency | None = None,
         origin: Origin = UNKNOWN,
         messages: Messages | None = None,
+        storing: Storing | None = None,
         nonce: str | None = None,
         now_ms: int | None = None,
     ) -> Submitted:
@@ -140,8 +149,8 @@ class RequestRecords(Leases):
         A request whose id or idempotency key is known is joined instead: nothing is made, and `reader` reads it too.
         But a key is free for the same request again once its first one has failed or ended for want of readers.
         `answer` is kept with choice 0 for `answer()`; `origin` is for the catalog. `max_waiting` bounds the offers of
-        this class and those above; `messages` are enqueued if the request is made. Raises QueueFull, NoWorker,
-        IdempotencyConflict.
+        this class and those above; `messages` are enqueued if the request is made; with `storing` its answer
+        is found in `stored` once all of its choices have finished. Raises QueueFull, NoWorker, IdempotencyConflict.
         """
         first = jobs[0]
         above = up_to(first.priority)
@@ -167,6 +176,10 @@ class RequestRecords(Leases):
             0 if idempotency is None else IDEMPOTENT_GRACE_MS,
             " ".join(above),
             "" if messages is None else messages.place,
+            "" if storing is None else keys.stored(storing.owner),
+            self._store_ttl_ms,
+            self._store_max,
+            b"" if storing is None else storing.messages,
             *choices,
         )
         match reply[0]:

@@ -20,7 +20,7 @@ from tasks import keys
 from tasks.broker import assignment_message
 from tasks.contract import GenerationJob
 from tasks.lua import Scripts
-from tasks.record import UNKNOWN, Idempotency, Messages, Origin, Reoffer, RequestRecords, Submitted
+from tasks.record import UNKNOWN, Idempotency, Messages, Origin, Reoffer, RequestRecords, Storing, Submitted
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Submitter:
         answer: bytes = b"",
         idempotency: Idempotency | None = None,
         origin: Origin = UNKNOWN,
+        storing: Storing | None = None,
     ) -> Submitted:
         """Offer all choices of a request for the first time, or join it; see `RequestRecords.submit`.
 
@@ -60,6 +61,7 @@ class Submitter:
             idempotency=idempotency,
             origin=origin,
             messages=Messages(self._place, items),
+            storing=storing,
         )
 
     def requeue(self, reoffer: Reoffer) -> None:

@@ -85,19 +85,51 @@ local function attach(id, reader, reader_lease, active_ttl)
   redis.call('PEXPIRE', READERS, active_ttl)
 end
 
+-- What is stored beyond `max_kept` lives as long as what is not stored; the oldest go first, `id` does not.
+local function trim_stored(index, id, max_kept, stream_ttl)
+  for _ = 1, MAX_TRIMMED do
+    local oldest = redis.call('ZRANGE', index, 0, 1)
+    local victim = oldest[1] == id and oldest[2] or oldest[1]
+    local choices = redis.call('HGET', REQUEST:format(victim), 'choices')
+    if choices and redis.call('ZCARD', index) <= max_kept then
+      return
+    end
+    redis.call('ZREM', index, victim)
+    for choice in (choices or ''):gmatch('%S+') do
+      for _, key in ipairs({ REQUEST:format(choice), OUT:format(choice) }) do
+        redis.call('PEXPIRE', key, int(math.min(redis.call('PTTL', key), tonumber(stream_ttl))))
+      end
+    end
+  end
+end
+
+-- Put a finished answer that was asked to be stored into its index. Returns for how long it is kept.
+local function store(id, stream_ttl)
+  local wanted = redis.call('HMGET', REQUEST:format(id), 'stored_in', 'store_ms', 'store_max', 'submitted_ms')
+  if not wanted[1] then
+    return stream_ttl
+  end
+  redis.call('ZADD', wanted[1], wanted[4], id)
+  redis.call('PEXPIRE', wanted[1], int(math.max(tonumber(wanted[2]), redis.call('PTTL', wanted[1]))))
+  trim_stored(wanted[1], id, tonumber(wanted[3]), stream_ttl)
+  return wanted[2]
+end
+
 -- The choices of one request end together: the last of them to end starts the time for which all are kept.
 local function expire_choices(id, choices, idempotency, stream_ttl)
-  local ids = {}
+  local ids, are_finished = {}, true
   for choice in choices:gmatch('%S+') do
-    local state = choice ~= id and redis.call('HGET', REQUEST:format(choice), 'state')
+    local state = redis.call('HGET', REQUEST:format(choice), 'state')
     if state and not is_over({ state = state }) then
       return
     end
     ids[#ids + 1] = choice
+    are_finished = are_finished and state == 'finished'
   end
+  local kept = are_finished and store(ids[1], stream_ttl) or stream_ttl
   for _, choice in ipairs(ids) do
-    redis.call('PEXPIRE', REQUEST:format(choice), stream_ttl)
-    redis.call('PEXPIRE', OUT:format(choice), stream_ttl)
+    redis.call('PEXPIRE', REQUEST:format(choice), kept)
+    redis.call('PEXPIRE', OUT:format(choice), kept)
   end
   local key = IDEMPOTENCY:format(idempotency)
   if idempotency ~= '' and redis.call('HGET', key, 'id') == ids[1] then

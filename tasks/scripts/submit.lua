@@ -2,14 +2,16 @@
 -- now, nonce (the same again when re-sent), reader ('' = nobody's), outlives its readers (1/0), max_waiting,
 -- offer_deadline_ms, active_ttl_ms, reader_lease_ms, answer, idempotency key ('' = none), digest, grace_ms,
 -- classes that come no later than this one (separated by spaces), where messages go (see `enqueue`),
+-- the index of stored answers ('' = not to be stored), store_ms, store_max, the messages to store,
 -- then for each choice: id, model, class, queue, job, details of its fact, message id, message ('' = none)
 -- Replies { 'ok', id of the first choice, its attempt, 1 if made by this call }, or a refusal.
 local nonce, reader, outlives, max_waiting = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local offer_deadline, active_ttl, reader_lease = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local answer, idempotency, digest, grace = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
-local first, model = ARGV[15], ARGV[16]
+local stored_in, store_ms, store_max, input = ARGV[15], ARGV[16], ARGV[17], ARGV[18]
+local first, model = ARGV[19], ARGV[20]
 local choices = {}
-for n = 15, #ARGV, 8 do
+for n = 19, #ARGV, 8 do
   choices[#choices + 1] = ARGV[n]
 end
 
@@ -74,7 +76,7 @@ if num_waiting + #choices > max_waiting then
   return { 'full', int(num_waiting) }
 end
 
-for n = 15, #ARGV, 8 do
+for n = 19, #ARGV, 8 do
   local id, class = ARGV[n], ARGV[n + 2]
   local req, waiting = REQUEST:format(id), WAITING:format(model, class)
   redis.call('HSET', req, 'state', 'offered', 'attempt', '1', 'model', model, 'class', class, 'job', ARGV[n + 4],
@@ -95,6 +97,10 @@ for n = 15, #ARGV, 8 do
 end
 if answer ~= '' then
   redis.call('HSET', REQUEST:format(first), 'answer', answer)
+end
+if stored_in ~= '' then
+  redis.call('HSET', REQUEST:format(first), 'stored_in', stored_in, 'store_ms', store_ms, 'store_max', store_max,
+    'input', input)
 end
 if idempotency ~= '' then
   redis.call('HSET', key, 'id', first, 'digest', digest)

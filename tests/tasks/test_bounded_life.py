@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tasks import keys
 from tasks.contract import Priority, WorkerLoad
+from tasks.moves import Storing
 from tasks.priorities import PRIORITIES
 from tasks.record import Append, Idempotency, Reoffer, Terminal
 from tests.conftest import RedisServer
@@ -16,7 +17,10 @@ NUM_REQUESTS = 300
 STREAM_TTL_S = 3_600
 FOR_EVER = {keys.EVENTS}
 """Capped, and trimmed by the recorder (the table in `tasks.keys`)."""
-FATES = ("finished", "failed", "stopped", "disconnect", "grace", "poison", "released", "web died", "refused")
+FATES = (
+    *("finished", "failed", "stopped", "disconnect", "grace", "poison"),
+    *("released", "web died", "refused", "deleted"),
+)
 
 
 class Load:
@@ -42,6 +46,7 @@ class Load:
             max_waiting=10**6,
             answer=b"spec",
             idempotency=key,
+            storing=Storing(f"owner{number % 2}", b"[]") if self.random.random() < 0.5 else None,
             now_ms=cell.now_ms,
         )
         if not submitted.created:
@@ -78,6 +83,11 @@ class Load:
                 records.detach([request_id], web, 100, now_ms=now_ms)
             case "web died":
                 pass
+            case "deleted" if state == "streaming":
+                end = Append(request_id, attempt, 2, (7,), 0, Terminal("finished", "stop"))
+                records.append_many([end], now_ms)
+                first = request_id.split(".")[0]
+                records.stored.delete(first, f"owner{int(first[1:]) % 2}")
             case _:
                 records.close(request_id, "cancelled", "stopped", now_ms=now_ms)
 
@@ -101,7 +111,7 @@ def lasting(cell: Cell) -> set[str]:
 
 
 def test_after_many_requests_of_every_kind_only_what_was_there_before_lasts(redis_server: RedisServer) -> None:
-    cell = Cell(redis_server, stream_ttl_s=STREAM_TTL_S)
+    cell = Cell(redis_server, stream_ttl_s=STREAM_TTL_S, store_ttl_s=STREAM_TTL_S, store_max=5)
     cell.records.heartbeat(info(), WorkerLoad(), 10**9, cell.now_ms)
     warm = Load(cell, 0)
     warm.one(10**6)
@@ -116,6 +126,7 @@ def test_after_many_requests_of_every_kind_only_what_was_there_before_lasts(redi
     marks = {keys.claimed_until(queue) for queue in keys.worker_queues(MODEL, "fp")}
     assert lasting(cell) - before <= marks
     assert {key.decode() for key in cell.redis.keys("*") if cell.redis.pttl(key) < 0} <= FOR_EVER
+    assert {cell.redis.zcard(keys.stored(f"owner{number}")) for number in (0, 1)} == {5}
     assert cell.records.num_waiting(MODEL) == 0
     assert cell.records.held("w1") == []
 
