@@ -27,7 +27,7 @@ from app.generation_in import GenerationCall
 from decode.sampling import SamplingParams
 from tasks.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
 from tasks.errors import IdempotencyConflict, NoWorker, QueueFull
-from tasks.record import UNKNOWN, Idempotency, Origin, Submitted
+from tasks.record import UNKNOWN, Idempotency, Origin, Storing, Submitted
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Submits(Protocol):
         answer: bytes = b"",
         idempotency: Idempotency | None = None,
         origin: Origin = UNKNOWN,
+        storing: Storing | None = None,
     ) -> Submitted: ...
 
 
@@ -83,6 +84,8 @@ class Ask:
     """Whether this process reads the answer from the start."""
     outlives_reader: bool = False
     idempotency: Idempotency | None = None
+    messages: bytes = b""
+    """What is kept with an answer that is to be stored."""
     traceparent: str = ""
     """The span that the workers' spans belong to."""
 
@@ -181,6 +184,7 @@ class Admission:
                 answer=spec.encode(),
                 idempotency=ask.idempotency,
                 origin=Origin(spec.owner, ask.call.end_user, spec.kind, spec.stream),
+                storing=Storing(spec.owner, ask.messages) if spec.store else None,
             )
         except QueueFull as refusal:
             logger.info("%s refused, queue full: %s", spec.request_id, refusal)

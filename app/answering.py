@@ -194,6 +194,22 @@ class Answering:
                 self._closer.close_soon(spec.choice_ids[number], "finished", "stop", spec.model)
         return data
 
+    async def stored(self, spec: AnswerSpec) -> bytes | None:
+        """An answer that has finished, as JSON; None if it has gone meanwhile. Raises ApiError."""
+        choices = [WholeChoice(text) for text in self.choice_texts(spec)]
+        try:
+            return await self.in_thread(partial(self._render_stored, spec, choices))
+        except StreamLost as error:
+            raise failed_here(error) from error
+
+    def _render_stored(self, spec: AnswerSpec, choices: Sequence[WholeChoice]) -> bytes | None:
+        """Blocking, and long for long answers."""
+        for one, events in zip(choices, self._history.read(spec.choice_ids), strict=True):
+            one.take(events)
+        if any(one.end_event is None for one in choices):
+            return None
+        return orjson.dumps(completion(spec, self.shape(spec), choices))
+
     def _render_state(self, spec: AnswerSpec, choices: Sequence[WholeChoice]) -> bytes:
         """Blocking, and long for long answers."""
         record = self._records.state(spec.request_id)

@@ -38,6 +38,7 @@ from app.openapi import OpenApi
 from app.overview import Picture
 from app.response_headers import ResponseHeaders
 from app.resume import KnownAnswers
+from app.stored import StoredCompletions
 from app.text_edge import TextEdge
 from app.tokenize import Tokenize
 from app.viewers import Viewers
@@ -180,9 +181,18 @@ def create_app(
         pool=pool,
         keep_alive_s=settings.keep_alive_s,
     )
+    known = KnownAnswers(answering, records, meter)
+    stored = StoredCompletions(
+        models=list(text_edges),
+        answering=answering,
+        known=known,
+        stored=records.stored,
+        max_body_bytes=settings.max_body_bytes,
+    )
     chat = ChatCompletions(
         text_edges=text_edges,
         answering=answering,
+        stored=stored,
         pool=pool,
         settings=ChatSettings(settings.max_body_bytes),
         new_id=new_id,
@@ -198,12 +208,12 @@ def create_app(
         new_seed=new_seed,
         clock=clock,
     )
-    known = KnownAnswers(answering, records, meter)
     models = Models(text_edges, int(clock()))
     asgi = falcon.asgi.App()
     asgi.req_options.strip_url_path_trailing_slash = True
     asgi.add_route("/v1/chat/completions", chat)
-    asgi.add_route("/v1/chat/completions/{completion_id}", known)
+    asgi.add_route("/v1/chat/completions/{completion_id}", stored)
+    asgi.add_route("/v1/chat/completions/{completion_id}/messages", stored, suffix="messages")
     asgi.add_route("/v1/chat/completions/{completion_id}/cancel", known, suffix="cancel")
     asgi.add_route("/v1/completions", completions)
     asgi.add_route("/v1/completions/{completion_id}", known)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import orjson
 from falcon.asgi import Request, Response
 
 from app.admission import Ask
@@ -19,7 +20,9 @@ from app.answering import Answering, wishes_of
 from app.errors import model_not_found, prompt_refused
 from app.generation_in import GenerationCall, check_vocabulary
 from app.openai_in import ChatCall, parse_chat
+from app.openai_messages import shown
 from app.request_body import json_body, parsed
+from app.stored import StoredCompletions
 from app.text_edge import PromptError, TextEdge
 
 
@@ -34,6 +37,7 @@ class ChatCompletions:
         *,
         text_edges: Mapping[str, TextEdge],
         answering: Answering,
+        stored: StoredCompletions,
         pool: Executor,
         settings: ChatSettings,
         new_id: Callable[[], str],
@@ -42,11 +46,15 @@ class ChatCompletions:
     ) -> None:
         self._text_edges = text_edges
         self._answering = answering
+        self._stored = stored
         self._pool = pool
         self._settings = settings
         self._new_id = new_id
         self._new_seed = new_seed
         self._clock = clock
+
+    async def on_get(self, req: Request, resp: Response) -> None:
+        await self._stored.show_list(req, resp)
 
     async def on_post(self, req: Request, resp: Response) -> None:
         self._answering.check_accepting()
@@ -55,7 +63,7 @@ class ChatCompletions:
         body = await json_body(req, self._settings.max_body_bytes)
         wishes = wishes_of(req, body)
         self._answering.check_room(body, wishes)
-        call, edge, rules, prompt_token_ids = await parsed(body, self._parse, self._pool)
+        call, edge, rules, prompt_token_ids, messages = await parsed(body, self._parse, self._pool)
         now_s = self._clock()
         ask = Ask(
             spec=chat_spec(request_id, call, edge, rules, len(prompt_token_ids), int(now_s)),
@@ -68,10 +76,11 @@ class ChatCompletions:
             is_read=call.stream or not call.background,
             outlives_reader=call.background or wishes.outlives_reader,
             idempotency=wishes.idempotency,
+            messages=messages,
         )
         await self._answering.answer(req, resp, ask)
 
-    def _parse(self, body: bytes) -> tuple[ChatCall, TextEdge, AnswerRules, list[int]]:
+    def _parse(self, body: bytes) -> tuple[ChatCall, TextEdge, AnswerRules, list[int], bytes]:
         call = parse_chat(body)
         edge = self._text_edges.get(call.model)
         if edge is None:
@@ -79,13 +88,15 @@ class ChatCompletions:
         check_vocabulary(call, edge.vocab_size)
         rules = rules_of(call, edge.format)
         try:
-            return call, edge, rules, edge.render_chat(call.messages, rules.shown_tools)
+            prompt_token_ids = edge.render_chat(call.messages, rules.shown_tools)
         except PromptError as error:
             raise prompt_refused(error) from error
+        messages = orjson.dumps(shown(call.messages)) if call.store else b""
+        return call, edge, rules, prompt_token_ids, messages
 
 
 def chat_spec(
-    request_id: str, call: GenerationCall, edge: TextEdge, rules: AnswerRules, num_prompt_tokens: int, created_s: int
+    request_id: str, call: ChatCall, edge: TextEdge, rules: AnswerRules, num_prompt_tokens: int, created_s: int
 ) -> AnswerSpec:
     return AnswerSpec(
         request_id=request_id,
@@ -106,6 +117,7 @@ def chat_spec(
         forced_tool=rules.is_tool_forced,
         reasoning_format=rules.reasoning_format,
         service_tier=tier_of(call),
+        store=call.store,
         metadata=dict(call.metadata),
         background=call.background,
     )

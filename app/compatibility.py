@@ -17,6 +17,7 @@ from app.completions_in import COMPLETION_FIELDS
 from app.fields import Field
 from app.openai_in import CHAT_FIELDS
 from app.openapi import ERRORS, OPERATIONS
+from app.stored import UPDATE_FIELDS
 from app.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 
 _HEAD = """\
@@ -36,6 +37,7 @@ does not have.
 
 _TABLES: Mapping[str, Mapping[str, Field]] = {
     "`POST /v1/chat/completions`": CHAT_FIELDS,
+    "`POST /v1/chat/completions/{completion_id}`": UPDATE_FIELDS,
     "`POST /v1/completions`": COMPLETION_FIELDS,
     "`POST /tokenize`": TOKENIZE_FIELDS,
     "`POST /detokenize`": DETOKENIZE_FIELDS,

@@ -127,6 +127,25 @@ def completion_not_found(request_id: str) -> ApiError:
     )
 
 
+def completion_not_stored(request_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"The completion `{request_id[:100]}` is not stored. Only what was asked for with store: true is.",
+        code="completion_not_stored",
+        param="completion_id",
+    )
+
+
+def completion_not_over(request_id: str) -> ApiError:
+    return ApiError(
+        409,
+        f"The completion `{request_id[:100]}` is still being generated. Cancel it first, or wait for its end.",
+        code="completion_in_progress",
+        param="completion_id",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def shutting_down() -> ApiError:
     return unavailable("shutting_down", "This server is shutting down. Please retry.")
 

@@ -30,6 +30,7 @@ MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 1024
 
 NAME = Text(max_length=512)
+METADATA = Pairs(16, Text(64), Text(512))
 _PENALTY = Number(-2, 2)
 
 GENERATION_FIELDS: Mapping[str, Field] = {
@@ -62,7 +63,7 @@ GENERATION_FIELDS: Mapping[str, Field] = {
         default="auto",
         note="priority goes before default, and default before flex.",
     ),
-    "metadata": ignored(Pairs(16, Text(64), Text(512)), "Checked; nothing is kept with an answer."),
+    "metadata": ignored(METADATA, "Checked; nothing is kept with an answer."),
     "user": Field(NAME, default="", note="It does not change what an answer says; the operator's catalog has it."),
     "background": Field(Boolean(), default=False, is_extension=True, note="The answer outlives its reader."),
     "top_k": Field(Integer(-1, INT32_MAX), default=0, is_extension=True, note="0 or -1 switches it off."),

@@ -47,6 +47,8 @@ def run(settings: WebSettings) -> None:
         redis,
         stream_ttl_s=settings.stream_ttl_s,
         first_token_deadline_ms=settings.first_token_deadline_s * 1000,
+        store_ttl_s=settings.store_days * 86_400,
+        store_max=settings.store_max,
     )
     submitter = Submitter(records, build_broker(connect(settings.redis_url, use="queue")), redis)
     reader_id = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from app.errors import invalid
 from app.fields import Field, ignored, read_body, refused
-from app.generation_in import GENERATION_FIELDS, NAME, GenerationCall, generation_values
+from app.generation_in import GENERATION_FIELDS, METADATA, NAME, GenerationCall, generation_values
 from app.json_kinds import INT32_MAX, Anything, Boolean, Fields, Integer, Neutral
 from app.json_schema import Schema
 from app.openai_messages import Messages
@@ -28,6 +28,7 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "messages": Field(Messages(), is_required=True, note="Text only; developer acts as system."),
     "max_completion_tokens": Field(Integer(1, INT32_MAX)),
     **GENERATION_FIELDS,
+    "metadata": Field(METADATA, note="Kept with a stored answer, and found by it; without store it is checked only."),
     "logprobs": Field(Boolean(), default=False),
     "top_logprobs": Field(Integer(0, 20), note="Only with logprobs."),
     "response_format": Field(
@@ -38,6 +39,11 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "tools": Field(Tools(), default=(), note=f"At most {MAX_TOOLS} functions."),
     "tool_choice": Field(ToolChoices(), default=AUTO, note="none, auto, required, a function, or allowed_tools."),
     "parallel_tool_calls": Field(Boolean(), default=True, note="false: at most one call in an answer."),
+    "store": Field(
+        Boolean(),
+        default=False,
+        note="The finished answer and its messages are kept for 30 days (STORE_DAYS), at most 10000 (STORE_MAX).",
+    ),
     # Not applied: what asks for nothing is taken, anything else is refused.
     "functions": refused(Anything(), [], why="Deprecated by OpenAI: use tools."),
     "function_call": refused(Anything(), "none", "auto", why="Deprecated by OpenAI: use tool_choice."),
@@ -49,7 +55,6 @@ CHAT_FIELDS: Mapping[str, Field] = {
         Fields({"summary": Neutral(Anything(), (), _NO_SUMMARY)}), "refused", is_extension=True, note=_NO_SUMMARY
     ),
     # Not applied: they do not change what an answer says.
-    "store": ignored(Boolean(), "Nothing is kept that a client could ask for."),
     "prediction": ignored(Anything(), "It would only make an answer faster."),
     "reasoning_effort": ignored(NAME, "The models have no such control."),
     "verbosity": ignored(NAME, "The models have no such control."),
@@ -70,6 +75,8 @@ class ChatCall(GenerationCall):
     parallel_tool_calls: bool = True
     json_schema: Schema | None = None
     """What the answer has to follow; None: it is text."""
+    store: bool = False
+    """The finished answer is kept, and found in a list."""
 
 
 def parse_chat(body: bytes) -> ChatCall:
@@ -84,6 +91,7 @@ def parse_chat(body: bytes) -> ChatCall:
         tool_choice=values["tool_choice"],
         parallel_tool_calls=values["parallel_tool_calls"],
         json_schema=values["response_format"],
+        store=values["store"],
         num_logprobs=(values["top_logprobs"] or 0) if values["logprobs"] else None,
         **generation_values(values, values["max_completion_tokens"] or values["max_tokens"]),
     )

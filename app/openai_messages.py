@@ -1,10 +1,11 @@
-"""The `messages` of a chat request: OpenAI's shapes to plain turns of text.
+"""The `messages` of a chat request: OpenAI's shapes to plain turns of text, and back.
 
 Owns which roles and content parts are taken. Refuses to know how turns are rendered (`app.text_edge`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,26 @@ class Messages:
         for kind in kinds[1:3]:
             kind["properties"]["reasoning_content"] = name
         return {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
+
+
+def shown(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages in OpenAI's shape, as they were understood."""
+    return [_shown(message) for message in messages]
+
+
+def _shown(message: ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["content"] = message.content or None
+        found["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        found["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    return found
 
 
 def _object(**members: dict[str, Any]) -> dict[str, Any]:

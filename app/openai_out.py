@@ -294,6 +294,7 @@ def completion(spec: AnswerSpec, shape: Shape, choices: Sequence[WholeChoice]) -
         **_tier(spec),
         "choices": [_whole(spec, shape, number, one) for number, one in enumerate(choices)],
         "usage": usage(spec, [one.text for one in choices], ends),
+        **({"metadata": spec.metadata} if spec.store else {}),
     }
 
 

@@ -20,14 +20,15 @@ from app.completions_in import COMPLETION_FIELDS
 from app.fields import Field
 from app.openai_in import CHAT_FIELDS
 from app.response_schemas import SCHEMAS, Schema, ref
+from app.stored import DEFAULT_LIMIT, MAX_LIMIT, UPDATE_FIELDS
 from app.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 
 ERRORS: Mapping[int, str] = {
     400: "The request is wrong: `param` names the field, and the message says what to do.",
     401: "The server has API keys, and the request has none of them.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such completion.",
     405: "The path does not take this method; `Allow` has those that it takes.",
-    409: "The idempotency key was used for another request.",
+    409: "The idempotency key was used for another request, or the completion is not over yet.",
     413: "The body is too large.",
     429: "Too many requests are waiting; `Retry-After` says when to come back.",
     500: "The server had an error.",
@@ -87,6 +88,48 @@ def _known_answers(path: str, answer: str, chunk: str) -> tuple[Operation, ...]:
     )
 
 
+PAGE: Mapping[str, Schema] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+    "after": {"type": "string", "minLength": 1, "description": "The id of the last one on the page before."},
+    "order": {"type": "string", "enum": ["asc", "desc"], "default": "asc", "description": "By the time."},
+}
+
+
+def _stored(path: str) -> tuple[Operation, ...]:
+    one, failures = f"{path}/{{completion_id}}", (400, 500, 503)
+    search: Mapping[str, Schema] = {
+        "model": {"type": "string"},
+        "metadata": {"type": "object", "additionalProperties": {"type": "string"}},
+    }
+    return (
+        Operation(
+            "get",
+            path,
+            "Stored answers that have finished.",
+            "ChatCompletionList",
+            errors=failures,
+            query={**PAGE, **search},
+        ),
+        Operation(
+            "get",
+            f"{one}/messages",
+            "What a stored answer answers.",
+            "ChatCompletionMessageList",
+            errors=(404, *failures),
+            query=PAGE,
+        ),
+        Operation(
+            "post",
+            one,
+            "Replace the metadata of a stored answer.",
+            "ChatCompletionState",
+            UPDATE_FIELDS,
+            errors=(*BODY, 500, 503),
+        ),
+        Operation("delete", one, "Delete a stored answer.", "ChatCompletionDeleted", errors=(404, 409, 500, 503)),
+    )
+
+
 def _everywhere(path: str, summary: str, answer: str, fields: Mapping[str, Field]) -> tuple[Operation, ...]:
     return tuple(Operation("post", f"{prefix}{path}", summary, answer, fields, None, BODY) for prefix in ("", "/v1"))
 
@@ -113,6 +156,7 @@ OPERATIONS: tuple[Operation, ...] = (
         headers=WISHES,
     ),
     *_known_answers("/v1/chat/completions", "ChatCompletionState", "ChatCompletionChunk"),
+    *_stored("/v1/chat/completions"),
     *_known_answers("/v1/completions", "CompletionState", "Completion"),
     Operation("get", "/v1/models", "The models that are served.", "ModelList"),
     Operation("get", "/v1/models/{model}", "One of the models.", "Model", errors=(404,)),
@@ -148,7 +192,8 @@ def document(models: Sequence[str]) -> dict[str, Any]:
 def body_schema(fields: Mapping[str, Field], models: Sequence[str]) -> Schema:
     """What the table of fields takes."""
     properties = {name: _property(field) for name, field in fields.items()}
-    properties["model"]["enum"] = list(models)
+    if "model" in properties:
+        properties["model"]["enum"] = list(models)
     return {
         "type": "object",
         "required": [name for name, field in fields.items() if field.is_required],
@@ -194,10 +239,15 @@ def _operation(operation: Operation, models: Sequence[str]) -> dict[str, Any]:
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
     for place, schemas in (("query", operation.query), ("header", operation.headers)):
-        parameters += [{"name": name, "in": place, "schema": schema} for name, schema in schemas.items()]
+        parameters += [_parameter(name, place, schema) for name, schema in schemas.items()]
     if parameters:
         found["parameters"] = parameters
     return found
+
+
+def _parameter(name: str, place: str, schema: Schema) -> dict[str, Any]:
+    style = {"style": "deepObject", "explode": True} if schema["type"] == "object" else {}
+    return {"name": name, "in": place, "schema": schema, **style}
 
 
 def _event(chunk: str) -> Schema:

@@ -76,6 +76,13 @@ def _state(answer: str) -> Schema:
     return {"allOf": [ref(answer), record(status=_STATUS)]}
 
 
+def _page(item: Schema) -> Schema:
+    name = either(STRING, NULL)
+    return record(
+        object=constant("list"), data=listing(item), first_id=name, last_id=name, has_more={"type": "boolean"}
+    )
+
+
 SCHEMAS: dict[str, Schema] = {
     "Error": record(error=record(message=STRING, type=STRING, param=either(STRING, NULL), code=either(STRING, NULL))),
     "Usage": record(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER, **_USAGE_DETAILS),
@@ -106,6 +113,11 @@ SCHEMAS: dict[str, Schema] = {
         choices=listing(
             record(index=INTEGER, text=STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=FINISH_REASON)
         ),
+    ),
+    "ChatCompletionList": _page(ref("ChatCompletion")),
+    "ChatCompletionMessageList": _page(record(id=STRING, role=STRING, content=either(STRING, NULL))),
+    "ChatCompletionDeleted": record(
+        object=constant("chat.completion.deleted"), id=STRING, deleted={"type": "boolean"}
     ),
     "ChatCompletionState": _state("ChatCompletion"),
     "CompletionState": _state("Completion"),

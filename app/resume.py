@@ -47,7 +47,7 @@ class KnownAnswers:
         after = req.get_param("starting_after")
         if after is not None and not stream:
             raise invalid("starting_after", "starting_after may only be given when stream is true.")
-        spec = await self._spec(req, completion_id)
+        spec = await self.spec(req, completion_id)
         resp.set_header("x-request-id", spec.request_id)
         if not stream:
             await self._show(resp, spec)
@@ -57,7 +57,7 @@ class KnownAnswers:
         await self._answering.deliver(req, resp, spec, stream=True, position=position, attach=True)
 
     async def on_post_cancel(self, req: Request, resp: Response, completion_id: str) -> None:
-        spec = await self._spec(req, completion_id)
+        spec = await self.spec(req, completion_id)
         resp.set_header("x-request-id", spec.request_id)
         await self._answering.in_thread(partial(self._stop, spec))
         await self._show(resp, spec)
@@ -66,8 +66,8 @@ class KnownAnswers:
         resp.content_type = MEDIA_JSON
         resp.data = await self._answering.state(spec)
 
-    async def _spec(self, req: Request, completion_id: str) -> AnswerSpec:
-        """Raises ApiError."""
+    async def spec(self, req: Request, completion_id: str) -> AnswerSpec:
+        """That of an answer which is shown to whoever asks. Raises ApiError."""
         data = await self._answering.in_thread(partial(self._records.answer, completion_id))
         if not data:
             raise completion_not_found(completion_id)

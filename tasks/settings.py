@@ -40,6 +40,9 @@ class WebSettings:
     first_token_deadline_s: int
     api_keys_file: Path | None
     """None: everybody is let in."""
+    store_days: int
+    store_max: int
+    """Stored completions of one API key."""
     cors_origins: tuple[str, ...]
     """"*" is every origin; empty is none."""
     log_level: str
@@ -59,6 +62,8 @@ class WebSettings:
             stream_ttl_s=_stream_ttl_s(environ),
             first_token_deadline_s=_first_token_deadline_s(environ),
             api_keys_file=_file(environ, "API_KEYS_FILE"),
+            store_days=_integer(environ, "STORE_DAYS", 30, 1, 3650),
+            store_max=_integer(environ, "STORE_MAX", 10_000, 1, 10_000_000),
             cors_origins=_cors_origins(environ),
             log_level=log_level(environ),
             log_format=log_format(environ),

@@ -86,6 +86,8 @@ def open_server(
             connect("short"),
             stream_ttl_s=web.stream_ttl_s,
             first_token_deadline_ms=web.first_token_deadline_s * 1000,
+            store_ttl_s=web.store_days * 86_400,
+            store_max=web.store_max,
         )
         submitter = Submitter(records, build_broker(connect("queue")), connect("short"))
         data_dir = environ.get("DATA_DIR", "").strip()

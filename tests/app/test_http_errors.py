@@ -116,7 +116,7 @@ def test_an_unknown_path_is_not_found() -> None:
 
 def test_a_method_that_a_path_does_not_take_is_told_which_it_does() -> None:
     async def test(web: Web) -> None:
-        exchange = await web.request("GET", "/v1/chat/completions")
+        exchange = await web.request("PUT", "/v1/chat/completions")
         assert (exchange.status, exchange.error["code"]) == (405, "method_not_allowed")
         assert "POST" in exchange.headers["allow"]
 
