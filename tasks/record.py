@@ -95,6 +95,12 @@ CLAIM_RATE_MS = 30_000
 """The time over which the rate of claims is measured."""
 MAX_RETRY_AFTER_S = 120
 
+_FACTS = (
+    *("state", "attempt", "model", "worker", "next_index", "reason", "fingerprint", "cached"),
+    *("submitted_ms", "offered_ms", "claimed_ms", "first_token_ms", "ended_ms"),
+)
+"""What `state` reads: not the job, nor the messages of what is stored, which may be large."""
+
 
 class RequestRecords(Leases):
     """All that web, worker and watchdog may do to requests and leases. Raises redis.exceptions.RedisError."""
@@ -231,30 +237,31 @@ class RequestRecords(Leases):
 
     def state(self, request_id: str) -> RecordState | None:
         """None when there is no record (never was, or its time is over)."""
-        raw: dict[bytes, bytes] = self._redis.hgetall(keys.request(request_id))
-        if b"state" not in raw:
+        raw: list[bytes | None] = self._redis.hmget(keys.request(request_id), _FACTS)
+        facts = dict(zip(_FACTS, raw, strict=True))
+        if facts["state"] is None:
             return None
 
-        def text(name: bytes) -> str:
-            return raw.get(name, b"").decode()
+        def text(name: str) -> str:
+            return (facts[name] or b"").decode()
 
-        def number(name: bytes) -> int:
-            return int(raw.get(name) or 0)
+        def number(name: str) -> int:
+            return int(facts[name] or 0)
 
         return RecordState(
-            state=text(b"state"),  # type: ignore[arg-type]
-            attempt=number(b"attempt"),
-            model=text(b"model"),
-            worker=text(b"worker"),
-            next_index=number(b"next_index"),
-            reason=text(b"reason"),
-            fingerprint=text(b"fingerprint"),
-            num_cached_tokens=number(b"cached"),
-            submitted_ms=number(b"submitted_ms"),
-            offered_ms=number(b"offered_ms"),
-            claimed_ms=number(b"claimed_ms"),
-            first_token_ms=number(b"first_token_ms"),
-            ended_ms=number(b"ended_ms"),
+            state=text("state"),  # type: ignore[arg-type]
+            attempt=number("attempt"),
+            model=text("model"),
+            worker=text("worker"),
+            next_index=number("next_index"),
+            reason=text("reason"),
+            fingerprint=text("fingerprint"),
+            num_cached_tokens=number("cached"),
+            submitted_ms=number("submitted_ms"),
+            offered_ms=number("offered_ms"),
+            claimed_ms=number("claimed_ms"),
+            first_token_ms=number("first_token_ms"),
+            ended_ms=number("ended_ms"),
         )
 
     def num_waiting(self, model: str) -> int:

@@ -46,7 +46,7 @@ end
 
 local key = IDEMPOTENCY:format(idempotency)
 if idempotency ~= '' then
-  -- A key lives as long as the record that it names; one whose record is gone already is free.
+  -- A key lives no longer than the record that it names; one whose record is gone already is free.
   local owner = redis.call('HMGET', key, 'id', 'digest')
   local its_choices = owner[1] and redis.call('HGET', REQUEST:format(owner[1]), 'choices')
   if its_choices and owner[2] ~= digest then
