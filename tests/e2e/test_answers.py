@@ -165,7 +165,7 @@ def test_a_killed_web_process_takes_its_requests_with_it_except_those_that_outli
     whole = undisturbed(cell)
     with (
         ask(cell, 1, {}, stream=True, max_tokens=4000) as ending,
-        ask(cell, 1, {"X-Disconnect": "continue"}, stream=True) as staying,
+        ask(cell, 1, {"X-Disconnect": "continue"}, stream=True, store=True) as staying,
     ):
         [(_, ending_chunk)] = events_of(ending, 1)
         before = events_of(staying, 5)
@@ -174,6 +174,9 @@ def test_a_killed_web_process_takes_its_requests_with_it_except_those_that_outli
     with urllib.request.urlopen(url(cell, 0, f"/{request_id}?stream=true&starting_after={before[-1][0]}")) as rest:
         after = events_of(rest)
     assert text_in(before) + text_in(after) == whole
+    with urllib.request.urlopen(url(cell, 0, "")) as reply:
+        [stored] = json.load(reply)["data"]
+    assert (stored["id"], stored["choices"][0]["message"]["content"]) == (request_id, whole)
     cell.wait_until(lambda: is_over(cell, ending_chunk["id"]), "nobody reads it", timeout_s=8)
     state = cell.records.state(ending_chunk["id"])
     assert state is not None
