@@ -19,6 +19,7 @@ Main database (N):
 | tf:claimed_until:<queue> | string | claim                      | look                  | 24 h after last claim   |
 | tf:models                | set    | heartbeat                  | watchdog, catalog     | 7 days after last beat  |
 | tf:workers:<model>       | zset   | heartbeat, leave           | submit, look, bridge  | 24 h; members leave     |
+| tf:lately:<model>        | string | leave, by the watchdog     | submit                | LATELY_MS               |
 | tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s            |
 | tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave     |
 | tf:readers               | zset   | reader_heartbeat, attach   | watchdog              | 24 h; members leave     |
@@ -28,6 +29,7 @@ Main database (N):
 | tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
 | tf:metrics:<process>     | string | every process              | web, for a scrape     | 60 s after the last     |
 | tf:metrics               | set    | every process              | web, for a scrape     | 60 s after the last     |
+| tf:crashes               | stream | supervisors, engines       | top, doctor, web      | 24 h after last, KEPT   |
 | tf:bridge                | string | the active bridge          | standby bridges       | its lease               |
 | tf:wake:<queue>          | list   | submit, enqueue, `wake`    | idle consumers        | 60 s, MAX_WAKE_TOKENS   |
 
@@ -65,6 +67,7 @@ CLAIMS = "tf:claims:%s:%s"
 CLAIMED_UNTIL = "tf:claimed_until:%s"
 MODELS = "tf:models"
 WORKERS = "tf:workers:%s"
+LATELY = "tf:lately:%s"
 WORKER = "tf:worker:%s"
 HELD = "tf:worker:%s:held"
 READERS = "tf:readers"
@@ -74,6 +77,7 @@ EVENTS = "tf:events"
 EVENTS_GENERATION = "tf:events:generation"
 METRICS = "tf:metrics:%s"
 MEASURED = "tf:metrics"
+CRASHES = "tf:crashes"
 BRIDGE = "tf:bridge"
 WAKE = "tf:wake:%s"
 MESSAGE_LIST = "%s:%s"
@@ -94,6 +98,9 @@ MAX_WAKE_TOKENS = 64
 WAKE_TTL_MS = 60_000
 MAX_TRIMMED = 100
 """How many answers leave an index for one that comes: one, unless its bound was lowered or some have expired."""
+LATELY_MS = 5_000
+"""How long after the lease of the last worker has lapsed a model still takes requests: all may have been held up for
+the length of a lease. One that has left, or whose supervisor saw it die, does not count."""
 CLAIMS_BUCKET_MS = 5_000
 """How many milliseconds of claims are counted in one key."""
 
@@ -213,10 +220,10 @@ def message_heartbeats(namespace: str = QUEUE_NAMESPACE) -> str:
 def lua_constants() -> str:
     """The templates and limits above as Lua locals, put before every script."""
     names = (
-        "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS WORKER HELD"
+        "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS LATELY WORKER HELD"
         " READERS READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
     )
-    numbers = ("MAX_EVENTS", "MAX_TRIMMED", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
+    numbers = ("MAX_EVENTS", "MAX_TRIMMED", "LATELY_MS", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
     lines += [f"local {name} = {globals()[name]}" for name in numbers]
     return "\n".join([*lines, ""])

@@ -5,6 +5,10 @@ local held, live = HELD:format(worker), WORKERS:format(model)
 if by_watchdog and is_live(model, worker) then
   return 0
 end
+local lapsed = tonumber(redis.call('ZSCORE', live, worker) or nil)
+if by_watchdog and lapsed and lapsed > 0 then
+  redis.call('SET', LATELY:format(model), int(lapsed), 'PX', LATELY_MS)
+end
 for _, id in ipairs(redis.call('SMEMBERS', held)) do
   local r = record(id)
   if not r or not is_held(r) or r.worker ~= worker then

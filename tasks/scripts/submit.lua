@@ -63,7 +63,10 @@ for _, choice in ipairs(choices) do
   end
 end
 
-if redis.call('ZCOUNT', WORKERS:format(model), '(' .. int(now), '+inf') == 0 then
+-- A worker whose lease has just lapsed may only have been held up, and is back in a moment.
+local since = now - LATELY_MS
+if redis.call('ZCOUNT', WORKERS:format(model), '(' .. int(since), '+inf') == 0
+    and (tonumber(redis.call('GET', LATELY:format(model)) or nil) or 0) <= since then
   return { 'no_worker' }
 end
 local num_waiting = 0

@@ -142,11 +142,43 @@ def test_a_claim_makes_room_in_the_queue(cell: Cell) -> None:
 def test_without_a_live_worker_of_the_model_a_submit_is_refused(cell: Cell) -> None:
     with pytest.raises(NoWorker):
         cell.records.submit([job(model="other")], reader=None, max_waiting=9, now_ms=cell.now_ms)
-    cell.now_ms += LEASE_MS
+    cell.now_ms += LEASE_MS + keys.LATELY_MS
     with pytest.raises(NoWorker) as refusal:
         cell.submit()
     assert refusal.value.model == "m"
     assert cell.state() is None
+
+
+@pytest.mark.parametrize("is_buried", [False, True])
+def test_a_submit_is_taken_for_a_while_after_every_lease_has_lapsed(cell: Cell, is_buried: bool) -> None:
+    cell.now_ms += LEASE_MS
+    if is_buried:
+        assert cell.records.forget_worker("w1", "m", cell.now_ms)
+    cell.now_ms += keys.LATELY_MS - 1
+    assert cell.submit("r1").created
+    cell.now_ms += 1
+    with pytest.raises(NoWorker):
+        cell.submit("r2")
+
+
+def test_a_worker_that_held_something_when_its_lease_lapsed_counts_for_a_while(cell: Cell) -> None:
+    cell.submit("r1")
+    cell.claim("r1")
+    cell.now_ms += LEASE_MS
+    assert not cell.records.forget_worker("w1", "m", cell.now_ms)
+    assert cell.submit("r2").created
+
+
+def test_a_worker_that_has_left_or_is_known_to_be_dead_takes_nothing_more(cell: Cell) -> None:
+    cell.records.expire_lease("w1", "m")
+    for _ in range(2):
+        with pytest.raises(NoWorker):
+            cell.submit()
+        cell.records.forget_worker("w1", "m", cell.now_ms)
+    cell.join("w2")
+    cell.records.leave("w2", "m", cell.now_ms)
+    with pytest.raises(NoWorker):
+        cell.submit()
 
 
 def test_a_known_request_is_answered_even_when_no_worker_is_left(cell: Cell) -> None:
