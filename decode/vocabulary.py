@@ -80,8 +80,9 @@ def read_tokenizer_json(files: HfTokenizerFiles) -> dict[str, Any]:
 
 def hf_token_bytes(spec: Mapping[str, Any], where: str) -> Callable[[int], bytes]:
     """The same for the contents of a `tokenizer.json`."""
-    added = {t["id"]: b"" if t["special"] else t["content"].encode() for t in spec.get("added_tokens") or []}
     names, to_bytes = _hf_names(spec), DecoderRules.of(spec.get("decoder"), where).to_bytes
+    spelled = to_bytes if to_bytes is sentencepiece_bytes else str.encode  # `▁▁` is two spaces, added or not
+    added = {t["id"]: b"" if t["special"] else spelled(t["content"]) for t in spec.get("added_tokens") or []}
 
     def token_bytes(token_id: int) -> bytes:
         if token_id in added:

@@ -45,6 +45,16 @@ def test_sentencepiece_tokens_are_read_their_way(tmp_path: Path) -> None:
     assert vocabulary.token_bytes[:2] == [b" a", b"\xe2"]
 
 
+def test_an_added_run_of_spaces_is_spaces_where_sentencepiece_spells_them(tmp_path: Path) -> None:
+    spec = {
+        "model": {"vocab": {"a": 0, "▁▁": 1}},
+        "added_tokens": [{"id": 1, "content": "▁▁", "special": False}],
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]},
+    }
+    vocabulary = checkpoint_vocabulary(open_checkpoint(hf(tmp_path, spec)))
+    assert vocabulary.token_bytes[:2] == [b"a", b"  "]
+
+
 def test_a_gguf_vocabulary_is_that_of_its_metadata(tmp_path: Path) -> None:
     types = [3, 3, 3, *[1] * 317]
     metadata = {"tokenizer.ggml.token_type": types}
