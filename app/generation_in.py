@@ -43,7 +43,7 @@ GENERATION_FIELDS: Mapping[str, Field] = {
     "stop": Field(
         TextOrTexts(Text(max_length=1024, min_length=1), max_items=4),
         default=(),
-        note="At most 4 strings; never in the answer.",
+        note="At most 4 strings; never in the answer. An empty list is none.",
     ),
     "presence_penalty": Field(_PENALTY, default=0.0),
     "frequency_penalty": Field(_PENALTY, default=0.0),

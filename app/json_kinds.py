@@ -104,7 +104,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class TextOrTexts:
-    """One string, or a list of `1..max_items` of them; read as a tuple."""
+    """One string, or a list of at most `max_items` of them; read as a tuple."""
 
     item: Text
     max_items: int
@@ -114,13 +114,13 @@ class TextOrTexts:
             return (self.item.read(value, param),)
         if not isinstance(value, list):
             raise invalid(param, f"{param} must be a string or a list of strings.", "invalid_type")
-        if not 1 <= len(value) <= self.max_items:
-            raise invalid(param, f"{param} must have from 1 to {self.max_items} strings.")
+        if len(value) > self.max_items:
+            raise invalid(param, f"{param} must have at most {self.max_items} strings.")
         return tuple(self.item.read(entry, f"{param}[{number}]") for number, entry in enumerate(value))
 
     def schema(self) -> dict[str, Any]:
         item = self.item.schema()
-        return {"anyOf": [item, {"type": "array", "items": item, "minItems": 1, "maxItems": self.max_items}]}
+        return {"anyOf": [item, {"type": "array", "items": item, "maxItems": self.max_items}]}
 
 
 @dataclass(frozen=True, slots=True)
