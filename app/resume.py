@@ -56,6 +56,12 @@ class KnownAnswers:
         position = position_of(spec, after, last_id)
         await self._answering.deliver(req, resp, spec, stream=True, position=position, attach=True)
 
+    async def on_head(self, req: Request, resp: Response, completion_id: str) -> None:
+        """That of the state, whatever the query says: a stream has no head without being read."""
+        spec = await self.spec(req, completion_id)
+        resp.set_header("x-request-id", spec.request_id)
+        await self._show(resp, spec)
+
     async def on_post_cancel(self, req: Request, resp: Response, completion_id: str) -> None:
         spec = await self.spec(req, completion_id)
         resp.set_header("x-request-id", spec.request_id)

@@ -97,6 +97,9 @@ class StoredCompletions:
     async def on_get(self, req: Request, resp: Response, completion_id: str) -> None:
         await self._known.on_get(req, resp, completion_id)
 
+    async def on_head(self, req: Request, resp: Response, completion_id: str) -> None:
+        await self._known.on_head(req, resp, completion_id)
+
     async def on_post(self, req: Request, resp: Response, completion_id: str) -> None:
         values = read_body(await json_body(req, self._max_body_bytes), UPDATE_FIELDS)
         spec = replace(await self._spec(req, resp, completion_id), metadata=dict(values["metadata"]))

@@ -295,6 +295,19 @@ def test_one_client_that_leaves_does_not_end_what_another_one_reads() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("query", ["", "?stream=true"])
+def test_its_head_can_be_asked_for_without_reading_it(query: str) -> None:
+    async def test(web: Web) -> None:
+        await left_after_two_tokens(web)
+        for path in (PATH, PATH.replace("/chat/", "/")):
+            exchange = await web.request("HEAD", f"{path}{query}")
+            assert (exchange.status, exchange.body) == (200, b"")
+            assert exchange.headers["content-length"] == str(len((await web.get(PATH)).body))
+        assert (await web.request("HEAD", PATH + "0")).status == 404
+
+    run(test)
+
+
 def test_a_method_that_a_known_answer_does_not_have_is_405() -> None:
     async def test(web: Web) -> None:
         assert (await web.request("PUT", PATH)).status == 405
