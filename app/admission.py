@@ -216,6 +216,8 @@ class Admission:
         if known is not None and now_s < known[0]:
             return known[1]
         workers = [info for info, _ in self._records.workers(model)]
+        if not workers and known is not None:
+            return known[1]  # all leases may just have lapsed: the submit tells, and forgets these if not
         if not workers:
             raise no_worker(model)
         fingerprints = {info.fingerprint for info in workers}

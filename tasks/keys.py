@@ -220,8 +220,8 @@ def message_heartbeats(namespace: str = QUEUE_NAMESPACE) -> str:
 def lua_constants() -> str:
     """The templates and limits above as Lua locals, put before every script."""
     names = (
-        "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS LATELY WORKER HELD"
-        " READERS READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
+        "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS LATELY WORKER"
+        " HELD READERS READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
     )
     numbers = ("MAX_EVENTS", "MAX_TRIMMED", "LATELY_MS", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]

@@ -12,6 +12,7 @@ import pytest
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from app.admission import FULL_TTL_S
+from tasks import keys
 from tasks.contract import GenerationJob
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Web, run
 
@@ -159,6 +160,19 @@ def test_the_smallest_live_worker_sets_the_limit() -> None:
         web.worker("w1", max_model_len=1000)
         web.worker("w2", max_model_len=15)
         assert "15 tokens" in (await web.chat()).error["message"]
+
+    run(test)
+
+
+def test_a_request_is_taken_when_every_lease_has_just_lapsed_and_refused_soon_after() -> None:
+    async def test(web: Web) -> None:
+        web.worker("w1")
+        assert (await web.chat(stream=True)).status == 200
+        for ago_ms, status in ((1_000, 200), (60_000, 503)):
+            web.now_s += 10
+            seconds, micros = web.redis.time()
+            web.redis.zadd(keys.workers(MODEL), {"w1": seconds * 1000 + micros // 1000 - ago_ms})
+            assert (await web.chat(stream=True)).status == status
 
     run(test)
 
