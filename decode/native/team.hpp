@@ -100,14 +100,14 @@ class Team {
   // `max_items`: the longest loop whose results are published.
   Team(int size, int max_items, Body body)
       : size_(std::max(1, size)), body_(std::move(body)), claimed_(new std::atomic<uint64_t>[max_items]()) {
-    for (int id = 1; id < size_; id++) threads_.emplace_back([this, id] { serve(id); });
+    try {
+      for (int id = 1; id < size_; id++) threads_.emplace_back([this, id] { serve(id); });
+    } catch (...) {  // no more threads to be had: those that run are ended, or the program would be
+      stop();
+      throw;
+    }
   }
-  ~Team() {
-    stopped_.store(true, std::memory_order_relaxed);
-    job_.fetch_add(1, std::memory_order_acq_rel);
-    announce();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { stop(); }
   Team(const Team&) = delete;
 
   int size() const { return size_; }
@@ -116,6 +116,7 @@ class Team {
   void run(const Counts& counts, Profile* profile) {
     const uint64_t base = next_.load(std::memory_order_relaxed);
     job_.fetch_add(1, std::memory_order_acq_rel);  // odd: being written
+    std::atomic_thread_fence(std::memory_order_release);  // whoever reads a new value below sees the odd number
     base_.store(base, std::memory_order_relaxed);
     const int values[] = {counts.rows, counts.tiles, counts.samples, counts.draws};
     for (int i = 0; i < 4; i++) counts_[i].store(values[i], std::memory_order_relaxed);
@@ -158,6 +159,13 @@ class Team {
     seen = value.load(std::memory_order_acquire);
     for (; !reached(seen); seen = value.load(std::memory_order_acquire)) value.wait(seen, std::memory_order_acquire);
     return seen;
+  }
+
+  void stop() {
+    stopped_.store(true, std::memory_order_relaxed);
+    job_.fetch_add(1, std::memory_order_acq_rel);
+    announce();
+    for (auto& thread : threads_) thread.join();
   }
 
   void announce() {
