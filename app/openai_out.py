@@ -5,8 +5,8 @@ Refuses to know where tokens come from. A chunk is rendered as constant bytes ar
 this runs for every streamed token.
 
 Every event has an id, with which a client comes back for the rest: for each choice, separated by commas, the index
-of the last output token whose text is in it or before it, -1 before the first. What follows the last token of a
-choice counts on: text that was held back until then, and the finish chunk.
+of the last output token whose text is in it or before it, -1 before the first, and -2 before what opens a choice.
+What follows the last token of a choice counts on: text that was held back until then, and the finish chunk.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from bridge.sse import DONE, comment, frame
 from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
 
 NULL = b"null"
+UNOPENED = -2
+"""In the place of an index: nothing of the choice has been sent."""
 
 
 class Shape(Protocol):
@@ -105,7 +107,7 @@ class ChunkStream:
         self._spec = spec
         self._shape = shape
         self._choices = tuple(choices)
-        self._position = (-1,) * len(choices) if position is None else tuple(position)
+        self._position = (UNOPENED,) * len(choices) if position is None else tuple(position)
         # A choice that has nothing new yet stays where the client has it.
         self._ids = list(self._position)
         self._has_one = len(choices) == 1
@@ -140,10 +142,13 @@ class ChunkStream:
         return self._may_stop and self._choices[choice].is_stopped
 
     def opening(self) -> bytes:
-        if any(index >= 0 for index in self._position):
-            return b""
-        members = [(number, self._shape.opening(number)) for number in range(len(self._choices))]
-        return b"".join(self._event(number, member, NULL, NULL) for number, member in members if member)
+        data = b""
+        for number, index in enumerate(self._position):
+            if index == UNOPENED:
+                self._ids[number] = -1
+                if member := self._shape.opening(number):
+                    data += self._event(number, member, NULL, NULL)
+        return data
 
     def tokens(self, choice: int, events: Sequence[TokenEvent]) -> bytes:
         """One chunk for all tokens of a wake-up; nothing while their text may still change."""

@@ -23,7 +23,7 @@ from tasks.metrics import Meter, count_end
 logger = logging.getLogger(__name__)
 
 MAX_INDEX = 2**31
-_POSITION = re.compile(r"-1|\d{1,10}")
+_POSITION = re.compile(r"-[12]|\d{1,10}", re.ASCII)
 
 
 class Records(Protocol):

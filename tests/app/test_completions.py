@@ -152,6 +152,24 @@ def test_an_echo_is_the_prompt_in_front_of_every_choice(stream: bool) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("place", range(6))
+def test_an_echo_comes_once_wherever_a_stream_is_cut(place: int) -> None:
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        first = await complete(web, prompt=["a", "b"], echo=True, stream=True)
+        for number, choice_id in enumerate(["cmpl-1", "cmpl-1.1"]):
+            worker.claim(choice_id)
+            worker.append(choice_id, 0, 100 + number, end="length")
+        await web.turn()
+        had = first.events[: place + 1]
+        rest = await web.get("/v1/completions/cmpl-1", last_event_id=had[-1][0])
+        await web.turn()
+        chunks = [data for _, data in [*had, *rest.events] if data != "[DONE]"]
+        assert [text_of(chunks, i) for i in range(2)] == ["a<100>", "b<101>"]
+
+    run(test)
+
+
 def test_the_echo_of_tokens_is_their_text() -> None:
     async def test(web: Web) -> None:
         exchange = await complete(web, prompt=[[5, 6], [7]], echo=True, max_tokens=0)

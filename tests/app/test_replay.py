@@ -227,7 +227,9 @@ def test_an_id_names_the_place_in_every_choice() -> None:
     spec = spec_of(n=3)
     events = stream(spec, [b"ab", b"c", b"d"], [(1, 1), (0, 1)])
     assert [position for position, _ in events] == [
-        *[[-1, -1, -1]] * 3,
+        [-1, -2, -2],
+        [-1, -1, -2],
+        [-1, -1, -1],
         [-1, 0, -1],
         [-1, 1, -1],
         [0, 1, -1],

@@ -98,7 +98,7 @@ def test_a_finished_stream_can_be_read_again_and_beyond_its_end_there_is_only_th
     run(test)
 
 
-@pytest.mark.parametrize("value", ["x", "-2", "1.5", "1,2", "", "99999999999", "\u0661".encode().hex()])
+@pytest.mark.parametrize("value", ["x", "-3", "1.5", "1,2", "", "99999999999", "\u0661".encode().hex()])
 def test_a_place_that_is_none_is_400_and_named(value: str) -> None:
     async def test(web: Web) -> None:
         await left_after_two_tokens(web)
