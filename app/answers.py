@@ -189,6 +189,7 @@ class OpenAnswers:
     def __init__(self, meter: Meter) -> None:
         meter.ask(OPEN_STREAMS, value=lambda: len(self._open))
         self.is_draining = False
+        self._is_drained = False
         self._open: set[ChoiceStreams] = set()
         self._emptied: asyncio.Event | None = None
 
@@ -202,6 +203,9 @@ class OpenAnswers:
 
     def add(self, streams: ChoiceStreams) -> None:
         self._open.add(streams)
+        if self._is_drained:
+            # Admitted while the drain ended: it would be cut off without a word.
+            streams.fail(ShuttingDown())
 
     def discard(self, streams: ChoiceStreams) -> None:
         self._open.discard(streams)
@@ -211,12 +215,15 @@ class OpenAnswers:
     async def drain(self, budget_s: float) -> None:
         """Accepts nothing more; lets open answers finish within the budget, then ends them with an error event."""
         self.is_draining = True
-        if not self._open:
-            return
+        if self._open:
+            await self._empty(budget_s)
+        self._is_drained = True
+        for streams in list(self._open):
+            streams.fail(ShuttingDown())
+
+    async def _empty(self, budget_s: float) -> None:
         self._emptied = asyncio.Event()
         try:
             await asyncio.wait_for(self._emptied.wait(), budget_s)
         except TimeoutError:
             logger.info("%d answers did not finish within %g s", len(self._open), budget_s)
-            for streams in list(self._open):
-                streams.fail(ShuttingDown())

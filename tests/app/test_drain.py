@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+import orjson
+import pytest
 from redis.exceptions import TimeoutError
 
-from tests.app.web import Web, run
+from tests.app.web import HELLO, MODEL, Web, run
 
 
 def test_new_requests_are_refused_while_draining() -> None:
@@ -48,6 +51,29 @@ def test_a_stream_that_does_not_end_in_time_gets_an_error_event_and_is_cancelled
         await web.turn()
         await web.app.drain(budget_s=0)
         await web.settle()
+        assert exchange.events[-1][1]["error"]["code"] == "shutting_down"
+        assert exchange.is_over
+        state = web.records.state("chatcmpl-1")
+        assert state is not None
+        assert (state.state, state.reason) == ("cancelled", "disconnect")
+
+    run(test)
+
+
+def test_a_stream_that_was_being_accepted_when_the_drain_ended_gets_an_error_event_too() -> None:
+    async def test(web: Web) -> None:
+        web.worker()
+        body = orjson.dumps({"model": MODEL, "messages": HELLO, "stream": True})
+        submit = web.submitter.submit
+
+        def submit_while_it_drains(*args: Any, **options: Any) -> Any:
+            drain = web.app.drain(budget_s=60)
+            with pytest.raises(StopIteration):  # nothing is open, so it waits for nothing
+                drain.send(None)
+            return submit(*args, **options)
+
+        web.submitter.submit = submit_while_it_drains  # type: ignore[method-assign]
+        exchange = await web.post(body)
         assert exchange.events[-1][1]["error"]["code"] == "shutting_down"
         assert exchange.is_over
         state = web.records.state("chatcmpl-1")
