@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from bridge.facts import Fact, MalformedFact, parse_fact
+from tasks.crashes import told
 from tasks.moves import END_STATES, RecordState
 from tasks.overview import Entry, LiveCell, LiveRequest, LiveWorker, Overview, Queue
 
@@ -200,6 +201,7 @@ class Picture:
             "window_s": WINDOW_S,
             "workers": [_worker(worker) for worker in overview.workers],
             "num_strange_workers": overview.num_strange_workers,
+            "crashes": [told(crashes, now_ms) for crashes in overview.crashes],
             "queues": [_queue(queue) for queue in overview.queues],
             "num_running": overview.num_running,
             "requests": requests,

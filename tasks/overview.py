@@ -22,6 +22,7 @@ from tasks.contract import (
     decode_worker_info,
     decode_worker_load,
 )
+from tasks.crashes import Crashes, recent_crashes
 from tasks.priorities import PRIORITIES
 
 MAX_REQUESTS = 500
@@ -89,6 +90,8 @@ class Overview:
     """All that a worker holds, also those that `requests` had no room for."""
     num_strange_workers: int = 0
     """Workers of another version, which this one cannot describe."""
+    crashes: tuple[Crashes, ...] = ()
+    """What died lately, by supervisor: also what never came to serve."""
 
 
 class LiveCell:
@@ -104,7 +107,8 @@ class LiveCell:
         leases, queues, waiting = self._leases_and_queues(models)
         workers, held, num_strange = self._workers(leases, at_ms)
         shown = [*held[:max_requests], *waiting]
-        return Overview(at_ms, workers, queues, tuple(self._requests(shown)), len(held), num_strange)
+        crashes = recent_crashes(self._redis, redis_ms)
+        return Overview(at_ms, workers, queues, tuple(self._requests(shown)), len(held), num_strange, crashes)
 
     def last_facts(self, count: int) -> list[Entry]:
         """The latest facts that `tf:events` has, in the order in which they happened."""

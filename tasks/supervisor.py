@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tasks.crashes import EXIT_CANNOT_SERVE, EXIT_FATAL
+
 log = logging.getLogger(__name__)
 
-EXIT_CANNOT_SERVE = 78
-EXIT_FATAL = 70
+__all__ = ["EXIT_CANNOT_SERVE", "EXIT_FATAL", "Child", "Supervisor"]
+
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 LONG_LIFE_S = 30.0
@@ -40,17 +42,20 @@ class Supervisor:
         declare_dead: Callable[[str], None],
         *,
         new_id: Callable[[], str],
+        report: Callable[[int], None] = lambda status: None,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], bool] | None = None,
         kill_after_s: float = KILL_AFTER_S,
     ) -> None:
-        """`spawn` starts the worker of that id; `declare_dead` ends the lease that it may have left behind.
+        """`spawn` starts the worker of that id; `declare_dead` ends the lease that it may have left behind; `report`
+        tells others of an exit status that nobody asked for.
 
         `pause` returns True when it was cut short by `stop`.
         """
         self._spawn = spawn
         self._declare_dead = declare_dead
         self._new_id = new_id
+        self._report = report
         self._monotonic = monotonic
         self._kill_after_s = kill_after_s
         self._stopping = threading.Event()
@@ -72,6 +77,7 @@ class Supervisor:
             if self._monotonic() - started_s >= LONG_LIFE_S:
                 pause_s = FIRST_PAUSE_S
             log.error("%s ended with status %d, starting another in %.1f s", worker, status, pause_s)
+            self._report(status)
             if self._pause(pause_s):
                 return 0
             pause_s = min(2 * pause_s, MAX_PAUSE_S)

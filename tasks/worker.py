@@ -20,6 +20,7 @@ from types import FrameType
 from redis.exceptions import RedisError
 
 from tasks.clients import connect
+from tasks.crashes import report_crash, report_death
 from tasks.loading import CANNOT_SERVE, load_for, model_name
 from tasks.logs import log_to_stderr
 from tasks.record import RequestRecords
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def supervise(settings: WorkerSettings) -> int:
     """Keep one engine process running until SIGTERM or SIGINT."""
-    records = RequestRecords(connect(settings.redis_url, use="short", max_connections=2))
+    redis = connect(settings.redis_url, use="short", max_connections=2)
+    records = RequestRecords(redis)
     model = model_name(settings)
 
     def spawn(worker: str) -> Child:
@@ -66,7 +68,9 @@ def supervise(settings: WorkerSettings) -> int:
         except RedisError as error:
             log.warning("%s is dead, its lease has to run out by itself: %s", worker, error)
 
-    supervisor = Supervisor(spawn, declare_dead, new_id=new_worker_id)
+    supervisor = Supervisor(
+        spawn, declare_dead, new_id=new_worker_id, report=lambda status: report_death(redis, "worker", status)
+    )
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         supervisor.stop()
@@ -85,6 +89,8 @@ def run_engine(settings: WorkerSettings, worker: str, supervisor_pid: int) -> in
         engine = load_for(settings, os.environ)
     except (*CANNOT_SERVE, SettingsError) as error:
         log.error("cannot serve: %s", error)
+        redis = connect(settings.redis_url, use="short")
+        report_crash(redis, "worker", supervisor_pid, f"cannot serve: {error}", is_over=True)
         return EXIT_CANNOT_SERVE
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -26,12 +26,13 @@ from decode.config import CheckpointError
 from decode.native_build import COMPILERS
 from decode.registry import PUBLISHED, ModelError, resolve
 from tasks import keys
+from tasks.crashes import Crashes, told
 from tasks.loading import SCRIPTED
-from tasks.overview import LiveCell
+from tasks.overview import LiveCell, Overview
 from tasks.settings import WebSettings, WorkerSettings, data_dir
 from tokenferry.pull import check as check_model
 from tokenferry.serve import reachable
-from tokenferry.shown import print_json
+from tokenferry.shown import print_json, spelled_duration
 
 MIN_REDIS = (7, 0)
 SLOW_REDIS_MS, TOO_SLOW_REDIS_MS = 5.0, 50.0
@@ -102,7 +103,8 @@ def _version(info: Mapping[str, Any]) -> Finding:
     version = tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
     found = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {text}"
     if version >= MIN_REDIS:
-        return Finding("Redis", "ok", found)
+        up = spelled_duration(1000 * int(info.get("uptime_in_seconds", 0)))
+        return Finding("Redis", "ok", f"{found}, up for {up}")
     return Finding("Redis", "wrong", found, "take Redis 7 or Valkey 8, or newer: the scripts need it")
 
 
@@ -126,7 +128,7 @@ def _eviction(info: Mapping[str, Any]) -> Finding:
     return Finding("Redis eviction", status, found, "set `maxmemory-policy noeviction`: it would throw requests away")
 
 
-def check_cell(redis: Redis) -> Iterator[Finding]:
+def check_cell(redis: Redis, max_waiting: int) -> Iterator[Finding]:
     """Who is at work. Says nothing when Redis does not answer: `check_redis` has."""
     client: Any = redis
     try:
@@ -143,11 +145,33 @@ def check_cell(redis: Redis) -> Iterator[Finding]:
     if overview.num_strange_workers:
         found = f"{overview.num_strange_workers} speak another version"
         yield Finding("workers of another version", "warning", found, "upgrade them, or this installation")
+    yield from _queues(overview, max_waiting)
+    for crashes in overview.crashes:
+        yield Finding("a process died", "warning", told(crashes, overview.at_ms), _crash_advice(crashes))
     if has_bridge:
         yield Finding("bridge", "ok", "one is active")
     elif num_live:
         advice = "start `tokenferry bridge`: without it nobody sees that a worker died"
         yield Finding("bridge", "wrong", "none is active", advice)
+
+
+def _queues(overview: Overview, max_waiting: int) -> Iterator[Finding]:
+    for queue in overview.queues:
+        if queue.num_waiting:
+            age = spelled_duration(max(0, overview.at_ms - queue.oldest_ms))
+            what = f"queue of {queue.model}, {queue.priority}"
+            found = f"{queue.num_waiting} of at most {max_waiting} wait for a worker, the oldest for {age}"
+            full = queue.num_waiting >= max_waiting
+            advice = "more get 429 `queue_full`: start more workers; MAX_WAITING only makes the wait longer"
+            yield Finding(what, "warning" if full else "ok", found, advice if full else "")
+
+
+def _crash_advice(crashes: Crashes) -> str:
+    if crashes.is_over:
+        return "mend what it says, and start it again"
+    if crashes.num_times == 1:
+        return "it was started again; nothing to do if it does not come back"
+    return "`tokenferry requests --failed` says whether requests were with it; `tokenferry preflight` whether it fits"
 
 
 def check_checkpoint(model: str, cache_dir: Path) -> Iterator[Finding]:
@@ -259,7 +283,7 @@ def examine(environ: Mapping[str, str], redis: Redis) -> list[Finding]:
     web, worker = WebSettings.from_env(environ), WorkerSettings.from_env(environ)
     return [
         *check_redis(redis),
-        *check_cell(redis),
+        *check_cell(redis, web.max_waiting),
         *check_checkpoint(worker.model, worker.cache_dir),
         *check_device(worker.device, worker.variant),
         *check_port(web.host, web.port),

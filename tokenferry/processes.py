@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 
 from decode.errors import DecodeError
 from decode.registry import ModelError
+from tasks.clients import connect
+from tasks.crashes import report_death
 from tasks.logs import log_to_stderr
 from tasks.settings import (
     BridgeSettings,
@@ -26,6 +28,7 @@ from tasks.settings import (
     data_dir,
     log_format,
     log_level,
+    redis_url,
 )
 from tasks.supervisor import EXIT_CANNOT_SERVE, Supervisor
 from tokenferry.errors import ForPeople
@@ -104,7 +107,10 @@ def supervised(command: str, run: Callable[[], None]) -> int:
         child = [sys.executable, "-m", "tokenferry.cli", command]
         return subprocess.Popen(child, env=environ, preexec_fn=stop_with_parent)
 
-    supervisor = Supervisor(spawn, lambda name: None, new_id=lambda: command)
+    redis = connect(redis_url(os.environ), use="short", max_connections=1)
+    supervisor = Supervisor(
+        spawn, lambda name: None, new_id=lambda: command, report=lambda status: report_death(redis, command, status)
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: supervisor.stop())
     return supervisor.run()

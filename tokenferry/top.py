@@ -17,12 +17,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tasks.crashes import told
 from tasks.overview import LiveRequest, LiveWorker, Overview
 from tokenferry.errors import ForPeople
 from tokenferry.shown import bar, print_json, spelled_duration
 
 EVERY_S = 1.0
 MAX_SHOWN = 30
+MAX_CRASHES = 3
 WIDE = 120
 """Columns of a terminal that has room for everything."""
 MIN_ID = 13
@@ -57,6 +59,7 @@ def as_record(now: Overview, before: Overview | None = None) -> dict[str, Any]:
         ],
         "queues": [asdict(queue) for queue in now.queues],
         "requests": [asdict(request) for request in now.requests],
+        "crashes": [asdict(crashes) for crashes in now.crashes],
     }
 
 
@@ -87,6 +90,8 @@ def _head(now: Overview, before: Overview | None, rates: Mapping[str, float]) ->
         head.append("\nno worker is live: requests are refused until one is (`tokenferry doctor` says more)", "red")
     if now.num_strange_workers:
         head.append(f"\n{now.num_strange_workers} workers of another version are not shown", "yellow")
+    for crashes in now.crashes[:MAX_CRASHES]:
+        head.append(f"\n{told(crashes, now.at_ms)}", "yellow")
     return head
 
 

@@ -153,6 +153,8 @@ function showWorkers(now, numLive) {
   const strange = now.num_strange_workers;
   $("strange-workers").hidden = !strange;
   setText($("strange-workers"), strange ? `${strange} more of another version, which this one cannot describe.` : "");
+  $("crashes").hidden = !now.crashes.length;
+  setText($("crashes"), now.crashes.slice(0, 3).join(" · "));
   reconcile($("workers"), now.workers, (worker) => worker.worker, makeWorker, (node, worker) => updateWorker(node, worker, now.at_ms));
 }
 

@@ -141,3 +141,11 @@ def test_a_stop_during_the_pause_starts_no_other(room: Room) -> None:
     room.supervisor._pause = lambda seconds: True
     assert room.supervisor.run() == 0
     assert len(room.children) == 1
+
+
+def test_every_death_that_nobody_asked_for_is_reported_and_no_other(room: Room) -> None:
+    told: list[int] = []
+    room.supervisor._report = told.append
+    room.lives = [(-9, lambda: None), (1, lambda: None), (0, room.supervisor.stop)]
+    room.supervisor.run()
+    assert told == [-9, 1]

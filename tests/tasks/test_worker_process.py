@@ -20,6 +20,7 @@ from tasks import keys
 from tasks.broker import build_broker
 from tasks.clients import connect
 from tasks.contract import GenerationJob, TerminalEvent, TokenEvent, WorkerInfo, decode_entry
+from tasks.overview import LiveCell
 from tasks.record import Reoffer, RequestRecords
 from tasks.submit import Submitter
 from tasks.supervisor import EXIT_CANNOT_SERVE
@@ -229,3 +230,22 @@ def test_what_cannot_be_served_ends_the_worker_with_the_reason(
 ) -> None:
     assert processes.start(**environ).wait(WAIT_S) == EXIT_CANNOT_SERVE
     assert said in processes.log.read_text()
+    if "MAX_NUM_SEQS" not in environ:  # then nothing that was set can be trusted, not even where Redis is
+        [crash] = LiveCell(processes.redis).look().crashes
+        assert (crash.process, crash.is_over) == ("worker", True)
+        assert said in crash.reason
+
+
+def test_an_engine_that_is_killed_again_and_again_is_seen_by_who_looks_at_the_cell(processes: Processes) -> None:
+    popen = processes.start()
+    live = LiveCell(processes.redis)
+    for num_times in (1, 2):
+        [info] = processes.wait_live()
+        os.kill(info.pid, signal.SIGKILL)
+        processes.wait_until(
+            lambda wanted=num_times: sum(one.num_times for one in live.look().crashes) == wanted,  # type: ignore[misc]
+            "it is told",
+        )
+    [crash] = live.look().crashes
+    assert (crash.supervisor_pid, crash.num_times, crash.is_over) == (popen.pid, 2, False)
+    assert crash.reason.startswith("killed by SIGKILL")

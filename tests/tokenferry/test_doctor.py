@@ -17,7 +17,8 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from tasks import keys
-from tests.bridge.cell import Cell
+from tasks.crashes import report_crash
+from tests.bridge.cell import MODEL, Cell
 from tests.conftest import RedisServer
 from tokenferry.cli import main
 from tokenferry.doctor import (
@@ -112,13 +113,33 @@ def test_a_figure_is_graded_by_two_limits() -> None:
 
 def test_a_cell_without_workers_is_a_warning_and_one_without_a_bridge_is_wrong(redis_server: RedisServer) -> None:
     cell = Cell(redis_server.connect("short"), redis_server.connect("queue"))
-    assert {what: one.status for what, one in of(check_cell(cell.redis)).items()} == {"workers": "warning"}
+    assert {what: one.status for what, one in of(check_cell(cell.redis, 2)).items()} == {"workers": "warning"}
     seconds, _ = cell.redis.time()
     cell.join("w1", int(seconds) * 1000 + 100_000)
-    assert of(check_cell(cell.redis))["bridge"].status == "wrong"
+    assert of(check_cell(cell.redis, 2))["bridge"].status == "wrong"
     cell.redis.set(keys.BRIDGE, "b")
-    found = of(check_cell(cell.redis))
+    found = of(check_cell(cell.redis, 2))
     assert (found["workers"].status, found["bridge"].status) == ("ok", "ok")
+
+
+def test_a_full_queue_is_a_warning_and_one_with_room_is_not(redis_server: RedisServer) -> None:
+    cell = Cell(redis_server.connect("short"), redis_server.connect("queue"))
+    seconds, _ = cell.redis.time()
+    cell.join("w1", int(seconds) * 1000 + 100_000)
+    cell.offer("a", now_ms=int(seconds) * 1000)
+    what = f"queue of {MODEL}, default"
+    assert of(check_cell(cell.redis, 2))[what].status == "ok"
+    full = of(check_cell(cell.redis, 1))[what]
+    assert full.status == "warning"
+    assert "1 of at most 1 wait for a worker" in full.found
+
+
+def test_a_worker_that_never_came_to_serve_is_found_with_its_reason(redis_server: RedisServer) -> None:
+    cell = Cell(redis_server.connect("short"), redis_server.connect("queue"))
+    report_crash(cell.redis, "worker", 7, "cannot serve: no such model", is_over=True)
+    finding = of(check_cell(cell.redis, 2))["a process died"]
+    assert "cannot serve: no such model" in finding.found
+    assert "start it again" in finding.advice
 
 
 def test_a_model_that_is_not_here_says_how_to_get_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError
 from rich.console import Console
 
 from tasks.contract import WorkerInfo, WorkerLoad
+from tasks.crashes import Crashes
 from tasks.overview import LiveCell, LiveRequest, LiveWorker, Overview, Queue
 from tests.bridge.cell import Cell
 from tests.conftest import RedisServer
@@ -108,6 +109,12 @@ def test_a_request_that_has_come_since_has_no_rate_yet() -> None:
 
 def test_without_a_live_worker_the_picture_says_what_that_means() -> None:
     assert any("no worker is live" in line for line in shown(replace(NOW, workers=())))
+
+
+def test_a_worker_that_never_came_to_serve_is_told_with_its_reason() -> None:
+    crash = Crashes("worker", "h", 7, 1, 9_000, "cannot serve: no such model", True)
+    told = "worker on h (supervisor 7) ended for good 1 s ago: cannot serve: no such model"
+    assert told in shown(replace(NOW, crashes=(crash,)))
 
 
 def test_what_has_no_room_is_counted() -> None:
