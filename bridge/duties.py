@@ -31,6 +31,8 @@ USELESS_AGAIN_S = 30.0
 PATIENCE_MS = 1_000
 """How long the watchdog holds still after Redis was away or slow: meanwhile nobody could renew a lease, and whoever
 is alive does so as soon as Redis answers. Without it, every worker and web process would be taken for dead."""
+HELD_UP_MS = 500
+"""A watchdog that had no processor for the length of a lease was hardly alone in that: it holds still then too."""
 SAY_AGAIN_MS = 10_000
 
 
@@ -77,11 +79,14 @@ class WatchDuty:
         self._trouble = Trouble("bridge: Redis", monotonic_ms)
         self._monotonic_ms = monotonic_ms
         self._patient_until_ms = float("-inf")
-        self._was_slow = False
+        self._has_waited = False
+        self._turned_ms = float("inf")
+        """When the turn before this one was over."""
 
     def tick(self) -> float:
         """Returns how long to wait before the next tick, in seconds. Never raises for what may pass."""
         wait_s = STANDBY_S
+        was_held_up = self._monotonic_ms() - self._turned_ms > HELD_UP_MS
         try:
             self._election.tick()
             is_active = self._election.is_active
@@ -89,19 +94,25 @@ class WatchDuty:
                 log.info("bridge: %s", "active" if is_active else "standby")
                 self._was_active = is_active
             if is_active and self._monotonic_ms() >= self._patient_until_ms:
-                wait_s = self._watch()
+                wait_s = self._watch(was_held_up)
         except RedisError as error:
             self._patient_until_ms = self._monotonic_ms() + PATIENCE_MS
             self._trouble.failed(error)
         else:
             if self._trouble.over() and self._metrics is not None:
                 self._metrics.reconnected()
+        self._turned_ms = self._monotonic_ms()
         return wait_s
 
-    def _watch(self) -> float:
-        # A Redis that is always slow must not make it hold still for ever: every other look counts.
-        done = self._watchdog.tick(however_slow=self._was_slow)
-        self._was_slow = done.was_slow
+    def _watch(self, was_held_up: bool) -> float:
+        if was_held_up and not self._has_waited:
+            log.warning("bridge: was held up, giving leases time to be renewed")
+            self._has_waited = True
+            self._patient_until_ms = self._monotonic_ms() + PATIENCE_MS
+            return STANDBY_S
+        # A Redis or a machine that is always slow must not make it hold still for ever: every other look counts.
+        done = self._watchdog.tick(however_slow=self._has_waited)
+        self._has_waited = done.was_slow
         if self._metrics is not None:
             self._metrics.count(done)
         if done.was_slow:

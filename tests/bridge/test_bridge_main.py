@@ -21,6 +21,7 @@ from redis.exceptions import ConnectionError
 from bridge.catalog import Catalog, CatalogBusy, CatalogError, CatalogTooNew, open_snapshot
 from bridge.duties import (
     AGAIN_S,
+    HELD_UP_MS,
     PATIENCE_MS,
     RECORD_EVERY_S,
     SAY_AGAIN_MS,
@@ -191,6 +192,34 @@ def test_a_redis_that_is_always_slow_does_not_stop_the_watch(cell: Cell) -> None
     clock.ms += PATIENCE_MS
     duty.tick()
     assert cell.records.expired_workers() == []
+
+
+def test_a_watchdog_that_was_held_up_gives_leases_time_to_be_renewed_before_its_next_look(cell: Cell) -> None:
+    clock = Clock()
+    duty = WatchDuty(Election(cell.redis, "one", monotonic_ms=lambda: 0.0), cell.watchdog, clock)
+    duty.tick()
+    cell.join("w1", 1)
+    cell.watchdog.deadlines()  # learns of the model
+    for wait_ms in (HELD_UP_MS + 1, PATIENCE_MS - 1):
+        clock.ms += wait_ms
+        duty.tick()
+        assert cell.records.expired_workers() == [(MODEL, "w1")]
+    clock.ms += 1
+    duty.tick()
+    assert cell.records.expired_workers() == []
+
+
+def test_a_watchdog_that_is_always_held_up_watches_all_the_same(cell: Cell) -> None:
+    clock = Clock()
+    duty = WatchDuty(Election(cell.redis, "one", monotonic_ms=lambda: 0.0), cell.watchdog, clock)
+    duty.tick()
+    for _ in range(2):
+        cell.join("w1", 1)
+        cell.watchdog.deadlines()
+        for _ in range(2):
+            clock.ms += PATIENCE_MS
+            duty.tick()
+        assert cell.records.expired_workers() == []
 
 
 def test_only_the_active_one_watches(cell: Cell) -> None:
