@@ -93,6 +93,8 @@ class GrammarMatcher:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._stops = tuple(token for token in sampling.stop_token_ids if token in tokenizer)
+        ends = dict.fromkeys((*self._stops, *tokenizer.eos_token_ids))
+        self._ends_with_text = tuple(token for token in ends if tokenizer.has_text(token))
         self._min_tokens = sampling.min_tokens
         self._helper = helper
         self._num_accepted = 0
@@ -129,6 +131,7 @@ class GrammarMatcher:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             self.failure = matcher.get_error()
+        _clear(mask, self._ends_with_text)  # a grammar that allows its text does not mean an end
         if matcher.is_accepting():
             _clear(mask, self._tokenizer.eos_token_ids)
             if self._num_accepted >= self._min_tokens or not mask.any():
@@ -147,8 +150,8 @@ class _Tokenizer:
 
         self._library = llguidance
         self.eos_token_ids = vocabulary.eos_token_ids
-        self._num_tokens = len(vocabulary.token_bytes)
-        self.num_words = -(-self._num_tokens // 32)
+        self._token_bytes = vocabulary.token_bytes
+        self.num_words = -(-len(self._token_bytes) // 32)
         source = _Source(vocabulary)
         wrapper = llguidance.TokenizerWrapper(source)
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(self.eos_token_ids) or None)
@@ -156,7 +159,10 @@ class _Tokenizer:
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def __contains__(self, token_id: int) -> bool:
-        return 0 <= token_id < self._num_tokens
+        return 0 <= token_id < len(self._token_bytes)
+
+    def has_text(self, token_id: int) -> bool:
+        return bool(self._token_bytes[token_id])
 
     def compile(self, grammar: str) -> llguidance.LLMatcher:
         return self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -103,6 +103,18 @@ def test_only_the_stop_tokens_of_the_request_end_its_output(grammars: Grammars) 
     assert allowed(matcher(grammars, 'start: "ab"', "ab", stop_token_ids=tuple(ids("!")))) == set(ids("!"))
 
 
+def test_a_stop_token_with_a_text_of_its_own_ends_nothing_in_the_middle(grammars: Grammars) -> None:
+    (q,) = ids("q")
+
+    def may_end(text: str) -> bool:
+        follower = matcher(grammars, 'start: "<" /[a-z]+/ ">"?', text, stop_token_ids=(q,), min_tokens=3)
+        return q in allowed(follower)
+
+    assert not may_end("<")
+    assert not may_end("<a")  # the grammar may end here, but the output is too short
+    assert may_end("<ab")
+
+
 def test_an_output_goes_on_to_its_least_length_unless_it_is_complete(grammars: Grammars) -> None:
     digits = set(ids("0123456789"))
     assert allowed(matcher(grammars, "start: /[0-9]+/", "12", min_tokens=3)) == digits
