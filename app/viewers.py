@@ -98,19 +98,19 @@ class Viewers:
 
     async def _look_on(self) -> None:
         while self._viewers:
-            self._latest = frame(orjson.dumps(await self._picture()))
+            self._latest = frame(await self._picture())
             for viewer in self._viewers:
                 viewer.show(self._latest)
             await self._pause(EVERY_S)
         self._latest = None
 
-    async def _picture(self) -> dict[str, Any]:
+    async def _picture(self) -> bytes:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._look)
+            return orjson.dumps(await asyncio.get_running_loop().run_in_executor(self._pool, self._look))
         except RedisError as error:
             logger.debug("no picture for the dashboard: %s", error)
-            return {"error": "queue_unreachable"}
+            return orjson.dumps({"error": "queue_unreachable"})
         except Exception:
             # Viewers would wait for ever for pictures that do not come.
             logger.exception("the dashboard's picture failed")
-            return {"error": "internal_error"}
+            return orjson.dumps({"error": "internal_error"})

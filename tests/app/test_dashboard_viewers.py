@@ -21,6 +21,7 @@ class Looks:
     def __init__(self) -> None:
         self.num = 0
         self.error: Exception | None = None
+        self.is_odd = False
         self._turns = asyncio.Semaphore(0)
         self.viewers = Viewers(self.look, Inline(), self.pause)
 
@@ -28,6 +29,8 @@ class Looks:
         self.num += 1
         if self.error is not None:
             raise self.error
+        if self.is_odd:
+            return {"look": object()}
         return {"look": self.num}
 
     async def pause(self, seconds: float) -> None:
@@ -140,6 +143,19 @@ def test_a_viewer_that_has_left_gets_the_end_of_its_stream() -> None:
         cell.viewers.leave(viewer)
         with pytest.raises(StopAsyncIteration):
             await waiting
+
+    run(test())
+
+
+def test_a_picture_that_is_no_json_is_told_and_ends_nobody_s_view() -> None:
+    async def test() -> None:
+        cell = Looks()
+        cell.is_odd = True
+        viewer = cell.viewers.join()
+        assert await next_of(viewer) == {"error": "internal_error"}
+        cell.is_odd = False
+        await cell.turn()
+        assert await next_of(viewer) == {"look": 2}
 
     run(test())
 
