@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_KEY_LENGTH = 255
+LONG_ANSWER = 4096
+"""Tokens, those shown beside others too: more take milliseconds to render, and then the streams would wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Answering:
         """Raises ApiError if the model is not served here."""
         edge = self._text_edges.get(spec.model)
         if edge is None:
-            raise model_not_found(spec.model)
+            raise model_not_found(spec.model, self._text_edges)
         return [
             ChoiceText(
                 spec,
@@ -195,12 +197,13 @@ class Answering:
         return data
 
     async def stored(self, spec: AnswerSpec) -> bytes | None:
-        """An answer that has finished, as JSON; None if it has gone meanwhile. Raises ApiError."""
+        """An answer that has finished, as JSON; None if it has gone meanwhile, or is damaged. Raises ApiError."""
         choices = [WholeChoice(text) for text in self.choice_texts(spec)]
         try:
             return await self.in_thread(partial(self._render_stored, spec, choices))
         except StreamLost as error:
-            raise failed_here(error) from error
+            logger.error("%s cannot be listed: %s", spec.request_id, error)
+            return None
 
     def _render_stored(self, spec: AnswerSpec, choices: Sequence[WholeChoice]) -> bytes | None:
         """Blocking, and long for long answers."""
@@ -300,7 +303,13 @@ class Answering:
         resp.content_type = MEDIA_JSON
         if workers := workers_of(ends().values()):
             resp.set_header("x-worker", workers)
-        resp.data = orjson.dumps(completion(spec, self.shape(spec), choices))
+        render = partial(_rendered, spec, self.shape(spec), choices)
+        num_shown = sum(one.text.num_tokens for one in choices) * (1 + (spec.num_logprobs or 0))
+        resp.data = await self.in_thread(render) if num_shown > LONG_ANSWER else render()
+
+
+def _rendered(spec: AnswerSpec, shape: Shape, choices: Sequence[WholeChoice]) -> bytes:
+    return orjson.dumps(completion(spec, shape, choices))
 
 
 def wishes_of(req: Request, body: bytes) -> Wishes:

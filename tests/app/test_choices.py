@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from app import answering
 from app.admission import choice_seed
 from decode.sampling import TokenLogprobs
 from tests.app.test_http_stream import bytes_edge
 from tests.app.test_http_stream import run as run_both_ways
-from tests.app.web import EOS, MODEL, NUM_PROMPT_TOKENS, Web, Worker, run
+from tests.app.web import EOS, MODEL, NUM_PROMPT_TOKENS, Inline, Web, Worker, run
 
 USAGE = {"include_usage": True}
 IDS = ("chatcmpl-1", "chatcmpl-1.1", "chatcmpl-1.2")
@@ -233,5 +236,31 @@ def test_penalties_biases_and_the_tier_reach_the_worker() -> None:
         worker.append("chatcmpl-1", 0, 65, end="length")
         await web.turn()
         assert exchange.json["service_tier"] == "flex"
+
+    run(test)
+
+
+@pytest.mark.parametrize(("n", "is_long"), [(1, False), (2, True)])
+def test_a_long_answer_is_rendered_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, n: int, is_long: bool) -> None:
+    in_threads: list[Any] = []
+    submit = Inline.submit
+
+    def noted(self: Inline, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        in_threads.append(getattr(function, "func", function))
+        return submit(self, function, *args, **kwargs)
+
+    monkeypatch.setattr(Inline, "submit", noted)
+    monkeypatch.setattr(answering, "LONG_ANSWER", 10)
+
+    async def test(web: Web) -> None:
+        worker = web.worker()
+        exchange = await web.chat(n=n, logprobs=True, top_logprobs=2)
+        for choice_id in ["chatcmpl-1", "chatcmpl-1.1"][:n]:
+            worker.claim(choice_id)
+            logprobs = [TokenLogprobs(-1.0, ((5, -1.0), (6, -2.0)))] * 2
+            worker.append(choice_id, 0, 101, 102, end="length", logprobs=logprobs)
+        await web.turn()
+        assert [len(choice["logprobs"]["content"]) for choice in exchange.json["choices"]] == [2] * n
+        assert (answering._rendered in in_threads) is is_long
 
     run(test)

@@ -276,6 +276,18 @@ def test_what_a_model_answered_that_is_not_served_here_is_not_listed() -> None:
     run(test)
 
 
+def test_a_damaged_answer_does_not_spoil_the_list() -> None:
+    async def test(web: Web) -> None:
+        first, second = await stored(web), await stored(web)
+        [(_, fields)] = web.redis.xrange(keys.out(first), count=1)
+        web.redis.delete(keys.out(first))
+        web.redis.xadd(keys.out(first), {**fields, b"i": b"1"})
+        assert (await web.get(f"{LIST}/{first}")).status == 503
+        assert await ids(web) == [second]
+
+    run(test)
+
+
 def test_an_answer_of_another_version_does_not_spoil_the_list() -> None:
     async def test(web: Web) -> None:
         names = [await stored(web), await stored(web)]
