@@ -193,7 +193,8 @@ class Admission:
                 self._full[_queue_of(ask)] = (self._clock() + FULL_TTL_S, retry_after_s)
             raise queue_full(retry_after_s) from refusal
         except NoWorker as refusal:
-            self._limits.pop(spec.model, None)
+            if (known := self._limits.get(spec.model)) is not None:
+                self._limits[spec.model] = (float("-inf"), known[1])
             raise no_worker(spec.model) from refusal
         except IdempotencyConflict as refusal:
             raise idempotency_conflict() from refusal
@@ -217,7 +218,7 @@ class Admission:
             return known[1]
         workers = [info for info, _ in self._records.workers(model)]
         if not workers and known is not None:
-            return known[1]  # all leases may just have lapsed: the submit tells, and forgets these if not
+            return known[1]  # all leases may just have lapsed, or it is a repetition: the submit tells
         if not workers:
             raise no_worker(model)
         fingerprints = {info.fingerprint for info in workers}

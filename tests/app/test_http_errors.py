@@ -177,6 +177,20 @@ def test_a_request_is_taken_when_every_lease_has_just_lapsed_and_refused_soon_af
     run(test)
 
 
+def test_who_repeats_a_request_joins_it_though_its_worker_is_gone_meanwhile() -> None:
+    async def test(web: Web) -> None:
+        web.worker("w1")
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        first = await web.post(body, idempotency_key="k")
+        web.records.expire_lease("w1", MODEL)
+        web.now_s += 10
+        assert (await web.chat(stream=True)).status == 503
+        again = await web.post(body, idempotency_key="k")
+        assert (again.status, again.headers["x-request-id"]) == (200, first.headers["x-request-id"])
+
+    run(test)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_a_live_worker_the_service_is_unavailable(stream: bool) -> None:
     async def test(web: Web) -> None:
