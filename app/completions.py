@@ -53,9 +53,9 @@ class Completions:
         body = await json_body(req, self._max_body_bytes)
         wishes = wishes_of(req, body)
         self._answering.check_room(body, wishes)
-        call, edge, prompts = await parsed(body, self._parse, self._pool)
+        call, edge, prompts, echo = await parsed(body, self._parse, self._pool)
         now_s = self._clock()
-        spec = completion_spec(request_id, call, edge, prompts, int(now_s))
+        spec = completion_spec(request_id, call, edge, prompts, echo, int(now_s))
         if call.max_tokens == 0:
             self._answer_nothing(resp, spec)
             return
@@ -72,11 +72,11 @@ class Completions:
         )
         await self._answering.answer(req, resp, ask)
 
-    def _parse(self, body: bytes) -> tuple[CompletionCall, TextEdge, list[list[int]]]:
+    def _parse(self, body: bytes) -> tuple[CompletionCall, TextEdge, list[list[int]], tuple[str, ...]]:
         call = parse_completion(body)
         edge = self._text_edges.get(call.model)
         if edge is None:
-            raise model_not_found(call.model)
+            raise model_not_found(call.model, self._text_edges)
         check_vocabulary(call, edge.vocab_size)
         prompts = []
         for number, prompt in enumerate(call.prompts):
@@ -86,7 +86,8 @@ class Completions:
             prompts.append(_encoded(edge, prompt))
             if not prompts[-1]:
                 raise invalid(param, f"{param} has no tokens: there is nothing to continue.")
-        return call, edge, prompts
+        echo = tuple(_echo(edge, prompt) for prompt in call.prompts) if call.echo else ()
+        return call, edge, prompts, echo
 
     def _answer_nothing(self, resp: Response, spec: AnswerSpec) -> None:
         """No tokens were asked for, so no worker is."""
@@ -108,7 +109,12 @@ class Completions:
 
 
 def completion_spec(
-    request_id: str, call: CompletionCall, edge: TextEdge, prompts: list[list[int]], created_s: int
+    request_id: str,
+    call: CompletionCall,
+    edge: TextEdge,
+    prompts: list[list[int]],
+    echo: tuple[str, ...],
+    created_s: int,
 ) -> AnswerSpec:
     return AnswerSpec(
         request_id=request_id,
@@ -124,7 +130,7 @@ def completion_spec(
         stop=call.stop,
         end_token_ids=() if call.ignore_eos else edge.eos_token_ids,
         num_logprobs=call.num_logprobs,
-        echo=tuple(_echo(edge, prompt) for prompt in call.prompts) if call.echo else (),
+        echo=echo,
         service_tier=tier_of(call),
         metadata=dict(call.metadata),
         background=call.background,

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
+import orjson
+from falcon import MEDIA_JSON
 from falcon.asgi import Request, Response
 from redis.exceptions import RedisError
 
@@ -61,7 +63,8 @@ class Tokenize:
 
     async def on_post_back(self, req: Request, resp: Response) -> None:
         body = await json_body(req, self._max_body_bytes)
-        resp.media = {"prompt": await parsed(body, self._text, self._pool)}
+        resp.content_type = MEDIA_JSON
+        resp.data = await parsed(body, self._text, self._pool)
 
     def _tokens(self, body: bytes) -> tuple[str, list[int]]:
         values = read_body(body, TOKENIZE_FIELDS)
@@ -75,16 +78,16 @@ class Tokenize:
         except PromptError as error:
             raise prompt_refused(error) from error
 
-    def _text(self, body: bytes) -> str:
+    def _text(self, body: bytes) -> bytes:
         values = read_body(body, DETOKENIZE_FIELDS)
         edge = self._edge(values)
         check_token_ids(values["tokens"], edge.vocab_size, "tokens")
-        return edge.decode(values["tokens"])
+        return orjson.dumps({"prompt": edge.decode(values["tokens"])})
 
     def _edge(self, values: Mapping[str, Any]) -> TextEdge:
         edge = self._text_edges.get(values["model"])
         if edge is None:
-            raise model_not_found(values["model"])
+            raise model_not_found(values["model"], self._text_edges)
         return edge
 
     def _max_model_len(self, model: str) -> int | None:

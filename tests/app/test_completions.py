@@ -12,7 +12,7 @@ from app.text_edge import scripted_text_edge
 from decode.sampling import TokenLogprobs
 from tasks.contract import pack_logprobs
 from tasks.record import Append, Terminal
-from tests.app.web import EOS, FINGERPRINT, MODEL, START_S, Exchange, Web, Worker, run
+from tests.app.web import EOS, FINGERPRINT, MODEL, START_S, Exchange, Inline, Web, Worker, run
 
 NO_TOKEN = scripted_text_edge().vocab_size
 
@@ -168,6 +168,31 @@ def test_an_echo_comes_once_wherever_a_stream_is_cut(place: int) -> None:
         assert [text_of(chunks, i) for i in range(2)] == ["a<100>", "b<101>"]
 
     run(test)
+
+
+def test_the_echo_of_many_tokens_is_made_off_the_event_loop() -> None:
+    pool_threads: list[bool] = []
+
+    class Pool(Inline):
+        def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            pool_threads.append(True)
+            try:
+                return super().submit(function, *args, **kwargs)
+            finally:
+                pool_threads.pop()
+
+    def token_bytes(token_id: int) -> bytes:
+        assert pool_threads
+        return b"x"
+
+    edge = scripted_text_edge()
+    edge._token_bytes = token_bytes
+
+    async def test(web: Web) -> None:
+        exchange = await complete(web, prompt=[5] * 10_000, echo=True, max_tokens=0)
+        assert exchange.json["choices"][0]["text"] == "x" * 10_000
+
+    run(test, text_edges={MODEL: edge}, pool=Pool())
 
 
 def test_the_echo_of_tokens_is_their_text() -> None:

@@ -223,6 +223,7 @@ class Web:
         outlet: bool = False,
         keys: KeyFile | None = None,
         tracer: Tracer = OFF,
+        pool: Executor | None = None,
         beside: Web | None = None,
         **settings: Any,
     ) -> None:
@@ -255,7 +256,7 @@ class Web:
             keys=keys,
             board=MetricsBoard(self.redis),
             tracer=tracer,
-            pool=Inline(),
+            pool=pool or Inline(),
             clock=lambda: START_S,
             monotonic=lambda: self.now_s,
             new_id=self._new_id,
