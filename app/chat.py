@@ -84,7 +84,7 @@ class ChatCompletions:
         call = parse_chat(body)
         edge = self._text_edges.get(call.model)
         if edge is None:
-            raise model_not_found(call.model)
+            raise model_not_found(call.model, self._text_edges)
         check_vocabulary(call, edge.vocab_size)
         rules = rules_of(call, edge.format)
         try:

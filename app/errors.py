@@ -6,7 +6,8 @@ sent. The error object always has its four fields, and never a number that JSON 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,10 +55,12 @@ def body_too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The request body is larger than the limit of {max_bytes} bytes.", code="body_too_large")
 
 
-def model_not_found(model: str) -> ApiError:
-    return ApiError(
-        404, f"The model `{model[:256]}` does not exist or is not served here.", code="model_not_found", param="model"
-    )
+def model_not_found(model: str, served: Iterable[str]) -> ApiError:
+    name, known = model[:256], sorted(served)
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.4)
+    hint = f" Did you mean `{near[0]}`?" if near else f" Served here: {', '.join(f'`{one}`' for one in known)}."
+    message = f"The model `{name}` does not exist or is not served here.{hint if known else ''}"
+    return ApiError(404, message, code="model_not_found", param="model")
 
 
 def prompt_refused(error: PromptError) -> ApiError:

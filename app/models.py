@@ -29,5 +29,5 @@ class Models:
 
     def _one(self, model: str) -> dict[str, Any]:
         if model not in self._models:
-            raise model_not_found(model)
+            raise model_not_found(model, self._models)
         return self._models[model]

@@ -7,11 +7,13 @@ itself. Modules are imported by the command that needs them, so that no command 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from decode.config import CheckpointError
 from decode.registry import ModelError
@@ -69,8 +71,18 @@ def environ_from(options: argparse.Namespace, *tables: Mapping[str, str]) -> dic
     return environ
 
 
+class Parser(argparse.ArgumentParser):
+    """Names the nearest to a mistyped word, where argparse lists what there is."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(found[1], re.findall(r"'(.*?)'", found[2]), 1)
+            message += f": did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tokenferry",
         description="Serve language models behind the OpenAI API. Settings: environment variables, see the README.",
     )

@@ -139,7 +139,7 @@ def test_without_redis_viewers_are_told_so_and_stay() -> None:
         exchange = await watch(web)
         assert pictures(exchange) == [{"error": "queue_unreachable"}]
         assert not exchange.is_over
-        web.redis.hgetall = away  # type: ignore[assignment]
+        web.redis.hmget = away  # type: ignore[assignment]
         refused = await web.get("/dashboard/requests/chatcmpl-1")
         assert (refused.status, refused.error["code"]) == (503, "queue_unreachable")
 

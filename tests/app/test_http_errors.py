@@ -12,6 +12,7 @@ import pytest
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from app.admission import FULL_TTL_S
+from app.errors import model_not_found
 from tasks import keys
 from tasks.contract import GenerationJob
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Web, run
@@ -95,6 +96,12 @@ def test_an_unknown_model_is_not_found_before_any_event(stream: bool) -> None:
         assert exchange.error["type"] == "invalid_request_error"
 
     run(test)
+
+
+def test_an_unknown_model_is_told_with_the_nearest_or_with_what_is_served() -> None:
+    assert "Did you mean `llama`?" in model_not_found("lama", ["qwen", "llama"]).message
+    assert model_not_found("zzz", ["qwen", "llama"]).message.endswith(" Served here: `llama`, `qwen`.")
+    assert model_not_found("zzz", []).message.endswith("not served here.")
 
 
 def test_an_unknown_model_is_not_found_in_the_list() -> None:

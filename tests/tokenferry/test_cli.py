@@ -53,6 +53,17 @@ def test_an_unknown_model_suggests_the_nearest(capsys: pytest.CaptureFixture[str
     assert "did you mean smollm2-135m-instruct?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"), [(["tpo"], "top"), (["docter"], "doctor"), (["requests", "--state", "faild"], "failed")]
+)
+def test_a_mistyped_command_or_choice_suggests_the_nearest(
+    arguments: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"did you mean {near}?" in capsys.readouterr().err
+
+
 def test_terms_are_told_before_a_download(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "gemma-3-270m"]) == 1
     assert "--accept-terms" in capsys.readouterr().err
