@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenferry.history import History
 
 Command = Callable[[argparse.Namespace], int]
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 PREFLIGHT_FLAGS = {
     "min_memory_mb": "PREFLIGHT_MIN_MEMORY_MB",
