@@ -141,7 +141,8 @@ def check_cell(redis: Redis, max_waiting: int) -> Iterator[Finding]:
         models = sorted({worker.info.model for worker in overview.workers if worker.is_live})
         yield Finding("workers", "ok", f"{num_live} live, for {', '.join(models)}")
     else:
-        yield Finding("workers", "warning", "none is live", "start `tokenferry serve` or `tokenferry worker`")
+        advice = "start `tokenferry serve` or `tokenferry worker`; one that still loads its model is not seen yet"
+        yield Finding("workers", "warning", "none is live", advice)
     if overview.num_strange_workers:
         found = f"{overview.num_strange_workers} speak another version"
         yield Finding("workers of another version", "warning", found, "upgrade them, or this installation")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
+from decode.native_build import COMPILERS
 from decode.registry import ModelDamaged, ModelMissing, resolve, served_name
 from tasks.loading import SCRIPTED
 from tasks.preflight import Thresholds, read_machine, require
@@ -202,13 +204,26 @@ def print_plan(plan: Plan, console: Console) -> None:
     worker = plan.worker
     table.add_row("model", plan.model + (f"  ({plan.checkpoint})" if plan.checkpoint else "  (no weights)"))
     if plan.checkpoint:
-        table.add_row("variant", f"{worker.variant} on {worker.device}")
-    table.add_row("KV cache", f"{worker.kv_cache_tokens:,} tokens a worker, {worker.max_num_seqs} sequences at once")
+        table.add_row("variant", variant_and_why(worker.variant, worker.device))
+    capacity = f"{worker.kv_cache_tokens:,} tokens a worker (KV_CACHE_TOKENS)"
+    table.add_row("KV cache", f"{capacity}, {worker.max_num_seqs} sequences at once (MAX_NUM_SEQS)")
     table.add_row("workers", f"{plan.num_workers}, about {plan.memory_mb:,} MB each")
     where = f"embedded Valkey, data in {plan.data_dir}" if plan.own_redis else "from REDIS_URL"
     table.add_row("Redis", where)
     table.add_row("address", f"{plan.origin}/v1")
     console.print(table, highlight=False)
+
+
+def variant_and_why(variant: str, device: str) -> str:
+    """What `auto` comes to, by the rule of `decode.factory`; whether the native code compiles is seen in the log."""
+    if variant != "auto":
+        return f"{variant} on {device} (VARIANT)"
+    if device != "cpu":
+        return f"bf16 on {device} (auto: native code is for processors)"
+    compiler = next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        return "bf16 on cpu (auto: there is no C++ compiler for q4, which is several times faster)"
+    return f"q4 on cpu (auto: {compiler} is here to compile it)"
 
 
 def print_ready(origin: str, model: str, seconds: float, console: Console) -> None:
