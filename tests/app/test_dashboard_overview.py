@@ -12,6 +12,7 @@ from app.overview import MAX_FAILURES, WINDOW_S, Picture, Seconds
 from decode.sampling import SamplingParams
 from tasks import keys
 from tasks.contract import GenerationJob, WorkerLoad
+from tasks.crashes import report_crash
 from tasks.overview import FACTS_AT_ONCE, LiveCell
 from tasks.record import Append, RequestRecords, Terminal
 from tests.app.web import FINGERPRINT, MODEL, worker_info
@@ -205,3 +206,13 @@ def test_spreading_neither_loses_nor_invents(amount: int, back_ms: int, later_ms
     found = seconds.last(START_MS + 1000 + later_ms % 30_000)
     assert sum(found) == pytest.approx(amount, abs=WINDOW_S * 0.051)
     assert min(found) >= 0
+
+
+def test_what_died_or_could_not_start_is_in_the_picture_with_its_reason(redis_server: RedisServer) -> None:
+    cell = Cell(redis_server)
+    cell.now_ms = LiveCell(cell.redis).look().at_ms
+    assert cell.look()["crashes"] == []
+    report_crash(cell.redis, "worker", 7, "cannot serve: no such model", is_over=True)
+    [told] = cell.look()["crashes"]
+    assert "(supervisor 7) ended for good" in told
+    assert told.endswith("cannot serve: no such model")
