@@ -95,6 +95,8 @@ MAX_EVENTS = 1_000_000
 KEPT_EVENTS = 10_000
 """How many facts the recorder leaves in `tf:events` after it has recorded them: for the dashboard, and for people."""
 MAX_WAKE_TOKENS = 64
+WAKE_TOKENS_AGAIN = 4
+"""For a further attempt: one of those who wait may be the frozen worker that let the request down."""
 WAKE_TTL_MS = 60_000
 MAX_TRIMMED = 100
 """How many answers leave an index for one that comes: one, unless its bound was lowered or some have expired."""
@@ -223,7 +225,15 @@ def lua_constants() -> str:
         "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS LATELY WORKER"
         " HELD READERS READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
     )
-    numbers = ("MAX_EVENTS", "MAX_TRIMMED", "LATELY_MS", "CLAIMS_BUCKET_MS", "MAX_WAKE_TOKENS", "WAKE_TTL_MS")
+    numbers = (
+        "MAX_EVENTS",
+        "MAX_TRIMMED",
+        "LATELY_MS",
+        "CLAIMS_BUCKET_MS",
+        "MAX_WAKE_TOKENS",
+        "WAKE_TOKENS_AGAIN",
+        "WAKE_TTL_MS",
+    )
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
     lines += [f"local {name} = {globals()[name]}" for name in numbers]
     return "\n".join([*lines, ""])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from decode.engine import Engine
 from decode.errors import DecodeError
@@ -18,6 +18,8 @@ from tasks.settings import SettingsError, WorkerSettings
 
 log = logging.getLogger(__name__)
 
+QUIET_S = 2.0
+"""Loading that is over sooner is not reported on the way."""
 SCRIPTED = "scripted"
 CANNOT_SERVE = (SettingsError, ModelError, DecodeError, PreflightRefused)
 """What `load_for` raises when trying again would not help."""
@@ -31,6 +33,9 @@ def model_name(settings: WorkerSettings) -> str:
 def load_for(settings: WorkerSettings, environ: Mapping[str, str]) -> Engine:
     """`environ` holds preflight's thresholds. Raises one of CANNOT_SERVE."""
     started_s = time.monotonic()
+    log.info(
+        "loading %s; the first time on a machine takes longer: kernels are compiled, weights repacked", settings.model
+    )
     engine = _scripted(settings, environ) if settings.model == SCRIPTED else _from_checkpoint(settings, environ)
     log.info("loaded %s in %.1f s", settings.model, time.monotonic() - started_s)
     return engine
@@ -68,4 +73,21 @@ def _from_checkpoint(settings: WorkerSettings, environ: Mapping[str, str]) -> En
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_threads=settings.num_threads,
         cache_dir=settings.cache_dir / "native",
+        progress=WeightsLog(settings.model),
     )
+
+
+class WeightsLog:
+    """Says how far the weights are: at every quarter, if reading or repacking them takes longer than a moment."""
+
+    def __init__(self, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._model = model
+        self._monotonic = monotonic
+        self._quiet_until_s = monotonic() + QUIET_S
+        self._said = 0
+
+    def __call__(self, num_done: int, num_tensors: int) -> None:
+        percent = 100 * num_done // num_tensors
+        if percent >= self._said + 25 and self._monotonic() >= self._quiet_until_s:
+            self._said = percent // 25 * 25
+            log.info("%s: %d %% of the weights are there", self._model, self._said)

@@ -56,12 +56,14 @@ local function is_live(model, worker)
   return lease and tonumber(lease) > now
 end
 
--- Put a message into one of Dramatiq's queues and wake a consumer. `place`: the numbers of this database and of
--- Dramatiq's, and its namespace, separated by spaces.
-local function enqueue(place, queue, message_id, message)
+-- Put a message into one of Dramatiq's queues and wake a consumer for each of `num_tokens`. `place`: the numbers of
+-- this database and of Dramatiq's, and its namespace, separated by spaces.
+local function enqueue(place, queue, message_id, message, num_tokens)
   local here, there, namespace = place:match('(%d+) (%d+) (%S+)')
   local wake = WAKE:format(queue)
-  redis.call('LPUSH', wake, '1')
+  for _ = 1, num_tokens do
+    redis.call('LPUSH', wake, '1')
+  end
   redis.call('LTRIM', wake, 0, MAX_WAKE_TOKENS - 1)
   redis.call('PEXPIRE', wake, WAKE_TTL_MS)
   redis.call('SELECT', there)

@@ -95,7 +95,7 @@ for n = 19, #ARGV, 8 do
   end
   event('submitted', id, '1', '', model, ARGV[n + 5])
   if ARGV[n + 7] ~= '' then
-    enqueue(ARGV[14], ARGV[n + 3], ARGV[n + 6], ARGV[n + 7])
+    enqueue(ARGV[14], ARGV[n + 3], ARGV[n + 6], ARGV[n + 7], 1)
   end
 end
 if answer ~= '' then

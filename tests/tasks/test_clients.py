@@ -157,4 +157,14 @@ def test_a_further_attempt_that_redis_does_not_take_is_left_to_the_watchdog(
     monkeypatch.undo()
     submitter.requeue(Reoffer("r1", 2, keys.queue_again(MODEL)))
     assert cell.queue.llen(keys.message_list(keys.queue_again(MODEL))) == 1
-    assert cell.redis.llen(keys.wake(keys.queue_again(MODEL))) == 1
+    assert cell.redis.llen(keys.wake(keys.queue_again(MODEL))) == keys.WAKE_TOKENS_AGAIN
+
+
+def test_a_further_attempt_wakes_another_worker_than_the_frozen_one_that_waits_first(
+    redis_server: RedisServer,
+) -> None:
+    cell = Cell(redis_server)
+    queue = keys.queue_again(MODEL)
+    Submitter(cell.records, build_broker(cell.queue), cell.redis).requeue(Reoffer("r1", 2, queue))
+    frozen, other = cell.redis.rpop(keys.wake(queue)), cell.redis.rpop(keys.wake(queue))
+    assert (frozen, other) == (b"1", b"1")

@@ -1,0 +1,26 @@
+"""What a worker says while it loads its model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.loading import QUIET_S, WeightsLog
+
+
+def said(caplog: pytest.LogCaptureFixture, num_tensors: int, s_per_tensor: float) -> list[str]:
+    caplog.set_level("INFO")
+    clock_s = [0.0]
+    progress = WeightsLog("m", lambda: clock_s[0])
+    for done in range(1, num_tensors + 1):
+        clock_s[0] += s_per_tensor
+        progress(done, num_tensors)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_slow_loading_is_told_at_every_quarter(caplog: pytest.LogCaptureFixture) -> None:
+    lines = said(caplog, 8, QUIET_S)
+    assert lines == [f"m: {percent} % of the weights are there" for percent in (25, 50, 75, 100)]
+
+
+def test_quick_loading_is_not_told_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
+    assert said(caplog, 8, QUIET_S / 10) == []
