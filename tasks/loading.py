@@ -33,9 +33,6 @@ def model_name(settings: WorkerSettings) -> str:
 def load_for(settings: WorkerSettings, environ: Mapping[str, str]) -> Engine:
     """`environ` holds preflight's thresholds. Raises one of CANNOT_SERVE."""
     started_s = time.monotonic()
-    log.info(
-        "loading %s; the first time on a machine takes longer: kernels are compiled, weights repacked", settings.model
-    )
     engine = _scripted(settings, environ) if settings.model == SCRIPTED else _from_checkpoint(settings, environ)
     log.info("loaded %s in %.1f s", settings.model, time.monotonic() - started_s)
     return engine
@@ -63,6 +60,9 @@ def _from_checkpoint(settings: WorkerSettings, environ: Mapping[str, str]) -> En
 
     from decode.factory import load_engine
 
+    log.info(
+        "loading %s; the first time on a machine takes longer: kernels are compiled, weights repacked", settings.model
+    )
     return load_engine(
         checkpoint,
         variant=settings.variant,
