@@ -24,13 +24,14 @@ from app.admission import Admission
 from app.answering import Answering
 from app.answers import Closer, OpenAnswers
 from app.api_keys import OPEN_PATHS, ApiKeys, KeyFile
-from app.chat import ChatCompletions, ChatSettings
+from app.chat import ChatCompletions
 from app.completions import Completions
 from app.cors import ANY, Cors
 from app.dashboard import FILES, Page, Pictures, Timeline
 from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
 from app.errors import ApiError, internal_error
 from app.exchanges import Exchanges
+from app.generating import Intake
 from app.health import Live, Ready
 from app.metrics import Metrics
 from app.models import Models
@@ -189,17 +190,7 @@ def create_app(
         stored=records.stored,
         max_body_bytes=settings.max_body_bytes,
     )
-    chat = ChatCompletions(
-        text_edges=text_edges,
-        answering=answering,
-        stored=stored,
-        pool=pool,
-        settings=ChatSettings(settings.max_body_bytes),
-        new_id=new_id,
-        new_seed=new_seed,
-        clock=clock,
-    )
-    completions = Completions(
+    intake = Intake(
         text_edges=text_edges,
         answering=answering,
         pool=pool,
@@ -211,11 +202,11 @@ def create_app(
     models = Models(text_edges, int(clock()))
     asgi = falcon.asgi.App()
     asgi.req_options.strip_url_path_trailing_slash = True
-    asgi.add_route("/v1/chat/completions", chat)
+    asgi.add_route("/v1/chat/completions", ChatCompletions(intake, answering, stored))
     asgi.add_route("/v1/chat/completions/{completion_id}", stored)
     asgi.add_route("/v1/chat/completions/{completion_id}/messages", stored, suffix="messages")
     asgi.add_route("/v1/chat/completions/{completion_id}/cancel", known, suffix="cancel")
-    asgi.add_route("/v1/completions", completions)
+    asgi.add_route("/v1/completions", Completions(intake, answering))
     asgi.add_route("/v1/completions/{completion_id}", known)
     asgi.add_route("/v1/completions/{completion_id}/cancel", known, suffix="cancel")
     asgi.add_route("/v1/models", models)

@@ -6,78 +6,40 @@ answer of no tokens is given at once. From there on `app.answering` takes over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from dataclasses import replace
 
 import orjson
 from falcon import MEDIA_JSON
 from falcon.asgi import Request, Response
 
-from app.admission import Ask
 from app.answer_spec import AnswerSpec
-from app.answering import Answering, wishes_of
-from app.chat import tier_of
+from app.answering import Answering
 from app.completions_in import CompletionCall, parse_completion
-from app.errors import invalid, model_not_found, prompt_refused
-from app.generation_in import check_token_ids, check_vocabulary
+from app.errors import invalid, prompt_refused
+from app.generating import Intake, generation_spec
+from app.generation_in import check_token_ids
 from app.openai_out import ChunkStream, WholeChoice, completion
-from app.request_body import json_body, parsed
 from app.text_edge import PromptError, TextEdge
 from tasks.contract import TerminalEvent
 
 
 class Completions:
-    def __init__(
-        self,
-        *,
-        text_edges: Mapping[str, TextEdge],
-        answering: Answering,
-        pool: Executor,
-        max_body_bytes: int,
-        new_id: Callable[[], str],
-        new_seed: Callable[[], int],
-        clock: Callable[[], float],
-    ) -> None:
-        self._text_edges = text_edges
+    def __init__(self, intake: Intake, answering: Answering) -> None:
+        self._intake = intake
         self._answering = answering
-        self._pool = pool
-        self._max_body_bytes = max_body_bytes
-        self._new_id = new_id
-        self._new_seed = new_seed
-        self._clock = clock
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        self._answering.check_accepting()
-        request_id = f"cmpl-{self._new_id()}"
-        resp.set_header("x-request-id", request_id)
-        body = await json_body(req, self._max_body_bytes)
-        wishes = wishes_of(req, body)
-        self._answering.check_room(body, wishes)
-        call, edge, prompts, echo = await parsed(body, self._parse, self._pool)
-        now_s = self._clock()
-        spec = completion_spec(request_id, call, edge, prompts, echo, int(now_s))
+        taken = await self._intake.take(req, resp, "cmpl", self._parse)
+        call, edge, prompts, echo = taken.value
+        spec = replace(generation_spec("completion", taken, call, edge, prompts), echo=echo)
         if call.max_tokens == 0:
             self._answer_nothing(resp, spec)
             return
-        ask = Ask(
-            spec=spec,
-            call=call,
-            prompts=prompts,
-            eos_token_ids=edge.eos_token_ids,
-            seed=self._new_seed(),
-            created_ms=int(now_s * 1000),
-            is_read=call.stream or not call.background,
-            outlives_reader=call.background or wishes.outlives_reader,
-            idempotency=wishes.idempotency,
-        )
-        await self._answering.answer(req, resp, ask)
+        await self._answering.answer(req, resp, self._intake.ask(taken, call, edge, spec, prompts))
 
     def _parse(self, body: bytes) -> tuple[CompletionCall, TextEdge, list[list[int]], tuple[str, ...]]:
         call = parse_completion(body)
-        edge = self._text_edges.get(call.model)
-        if edge is None:
-            raise model_not_found(call.model, self._text_edges)
-        check_vocabulary(call, edge.vocab_size)
+        edge = self._intake.edge_for(call)
         prompts = []
         for number, prompt in enumerate(call.prompts):
             param = "prompt" if len(call.prompts) == 1 else f"prompt[{number}]"
@@ -106,35 +68,6 @@ class Completions:
             one.end(end)
         resp.content_type = MEDIA_JSON
         resp.data = orjson.dumps(completion(spec, shape, choices))
-
-
-def completion_spec(
-    request_id: str,
-    call: CompletionCall,
-    edge: TextEdge,
-    prompts: list[list[int]],
-    echo: tuple[str, ...],
-    created_s: int,
-) -> AnswerSpec:
-    return AnswerSpec(
-        request_id=request_id,
-        kind="completion",
-        created_s=created_s,
-        model=call.model,
-        n=call.n,
-        num_prompts=len(prompts),
-        num_prompt_tokens=sum(map(len, prompts)),
-        stream=call.stream,
-        include_usage=call.include_usage,
-        continuous_usage=call.continuous_usage,
-        stop=call.stop,
-        end_token_ids=() if call.ignore_eos else edge.eos_token_ids,
-        num_logprobs=call.num_logprobs,
-        echo=echo,
-        service_tier=tier_of(call),
-        metadata=dict(call.metadata),
-        background=call.background,
-    )
 
 
 def _encoded(edge: TextEdge, prompt: str | tuple[int, ...]) -> list[int]:
