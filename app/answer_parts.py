@@ -58,15 +58,3 @@ class TextMachine(Protocol):
 
     def finish(self) -> list[AnswerPart]:
         """The rest, once the text is over. Nothing is pushed afterwards."""
-
-
-class PlainText:
-    """Text is content."""
-
-    has_tool_calls = False
-
-    def push(self, text: str) -> list[AnswerPart]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[AnswerPart]:
-        return []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from app.answer_parts import PlainText, TextMachine
+from app.answer_parts import AnswerPart, Content, TextMachine
 from app.answer_rules import rules_of
 from app.generation_in import check_vocabulary
 from app.openai_in import parse_chat
@@ -101,6 +101,18 @@ def _chat_of(edge: TextEdge, num_tokens: int) -> list[ChatMessage]:
         if len(edge.render_chat(chat)) >= num_tokens:
             return chat
         num_characters += 10
+
+
+class PlainText:
+    """The machine that finds nothing: what a text costs without calls and thoughts."""
+
+    has_tool_calls = False
+
+    def push(self, text: str) -> list[AnswerPart]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[AnswerPart]:
+        return []
 
 
 def _times(call: Callable[[], object], repeats: int) -> list[float]:

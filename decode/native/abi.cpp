@@ -7,9 +7,6 @@ using namespace tf;
 
 extern "C" {
 
-// Which instruction set the kernels were compiled for; both give the same bits.
-int32_t tokenferry_has_avx512() { return TOKENFERRY_AVX512; }
-
 void* tokenferry_decoder_create(const Model* model, const Limits* limits) {
   try {
     return new Decoder(*model, *limits);
