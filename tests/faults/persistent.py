@@ -56,17 +56,33 @@ async def _retry(ports: Sequence[int], web: int, wanted: Ask, rng: random.Random
     began_s = time.monotonic()
     keyed = replace(wanted, headers=(("idempotency-key", f"key-{rng.getrandbits(64):x}"),), leave_after=None)
     seen = await ask(ports[web], replace(keyed, leave_after=wanted.leave_after), web=web, limit_s=limit_s)
-    first_id = seen.request_id
-    while _is_open(seen) and time.monotonic() - began_s < min(limit_s, 8.0):
+    known = ""
+    while True:
+        if seen.status == 200:  # a refusal names an id, too: of an answer that there may never be
+            is_replay = seen.headers.get("x-idempotent-replay") == "true"
+            if is_replay and known not in ("", seen.request_id) and await _stands(ports, known, rng):
+                seen.error_code = "doubled"
+            known = seen.request_id
+        if not _is_open(seen) or time.monotonic() - began_s >= min(limit_s, 8.0):
+            break
         await asyncio.sleep(PAUSE_S * rng.random())
         seen = await ask(ports[web := rng.randrange(len(ports))], keyed, web=web, limit_s=limit_s)
-        is_replay = seen.headers.get("x-idempotent-replay") == "true"
-        if is_replay and first_id and seen.request_id != first_id:
-            seen.error_code = "doubled"
-        if seen.status == 200 and (not is_replay or not first_id):
-            first_id = seen.request_id
     seen.ask = keyed
     return _over(seen, began_s)
+
+
+async def _stands(ports: Sequence[int], request_id: str, rng: random.Random) -> bool:
+    """Whether this answer has neither failed nor been given up, so that its key has to lead to it.
+
+    Yes, too, when no web process says anything for ten seconds.
+    """
+    asked_s, looked = time.monotonic(), Seen(Ask("", 0), 0)
+    while time.monotonic() - asked_s < 10.0:
+        await exchange(rng.choice(ports), request_bytes("GET", f"{PATH}/{request_id}"), looked, limit_s=5.0)
+        if looked.status in (200, 404):
+            return looked.status == 200 and looked.end in ("done", "left")
+        await asyncio.sleep(PAUSE_S)
+    return True
 
 
 async def _stop(ports: Sequence[int], web: int, wanted: Ask, rng: random.Random, limit_s: float) -> Seen:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,10 @@ from redis.exceptions import ConnectionError, TimeoutError
 from tasks import keys
 from tasks.clients import connect
 from tests.conftest import RedisServer
-from tests.faults.client import Ask, Seen
+from tests.faults.client import HOST, Ask, Seen
 from tests.faults.driver import gap_after
 from tests.faults.oracle import MAX_TOKENS, Oracle, story
+from tests.faults.persistent import ask_with_habit
 from tests.faults.proxy import Link, Proxy
 from tests.faults.schedule import draw_ask, draw_faults
 from tests.faults.verdict import Broken, judge_client, judge_record
@@ -158,6 +162,89 @@ def test_a_gap_ends_with_the_longest_silence_after_the_moment() -> None:
     assert gap_after(seen, 1.2) == pytest.approx(0.8)
     assert gap_after(seen, 0.5) == pytest.approx(1.5)
     assert gap_after(seen, 3.0) is None
+
+
+def whole(request_id: str) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"content": "a story"}, "finish_reason": "stop"}
+    return {"id": request_id, "choices": [choice], "usage": {"completion_tokens": 1}}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a server answers: nothing at all without a status, no body after the head when it is cut off."""
+
+    to: str = "POST"
+    status: int = 0
+    request_id: str = ""
+    state: str = ""
+    is_replay: bool = False
+    is_cut: bool = False
+
+    def encode(self) -> bytes:
+        if not self.status:
+            return b""
+        body: dict[str, Any] = whole(self.request_id) | ({"status": self.state} if self.state else {})
+        if self.status != 200 or self.state in ("failed", "cancelled"):
+            body["error"] = {"code": "shutting_down"}
+        data = json.dumps(body).encode()
+        lines = [f"HTTP/1.1 {self.status} -", f"x-request-id: {self.request_id}", f"content-length: {len(data)}"]
+        if self.is_replay:
+            lines.append("x-idempotent-replay: true")
+        return "\r\n".join([*lines, "", ""]).encode() + (b"" if self.is_cut else data)
+
+
+def code_of_retry(*answers: Said) -> str:
+    """What a client with an idempotency key finds wrong with a server that says just this."""
+    script = iter(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = (await reader.readuntil(b"\r\n\r\n")).decode()
+        said = next(script)
+        assert request.startswith(said.to), request
+        writer.write(said.encode())
+        await writer.drain()
+        writer.close()
+
+    async def test() -> Seen:
+        async with await asyncio.start_server(serve, HOST, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            wanted = Ask(story(1), 4, is_streamed=False, habit="retry")
+            return await ask_with_habit([port], 0, wanted, random.Random(1), limit_s=10)
+
+    seen = asyncio.run(test())
+    assert next(script, None) is None
+    assert seen.end == "done"
+    return seen.error_code
+
+
+CUT_OFF = Said(status=200, request_id="one", is_cut=True)
+ANOTHER = Said(status=200, request_id="two", is_replay=True)
+
+
+@pytest.mark.parametrize("state", ["queued", "in_progress", "completed"])
+def test_a_repeat_that_joins_another_answer_than_the_one_that_stands_is_doubled(state: str) -> None:
+    looked = Said("GET /v1/chat/completions/one ", 200, "one", state)
+    assert code_of_retry(CUT_OFF, ANOTHER, looked) == "doubled"
+
+
+@pytest.mark.parametrize(
+    "looked", [Said("GET", 200, "one", "failed"), Said("GET", 200, "one", "cancelled"), Said("GET", 404)]
+)
+def test_a_repeat_may_join_another_answer_once_the_first_is_given_up(looked: Said) -> None:
+    assert code_of_retry(CUT_OFF, ANOTHER, looked) == ""
+
+
+def test_a_web_process_that_says_nothing_about_the_first_answer_is_asked_again() -> None:
+    looked = Said("GET", 200, "one", "completed")
+    assert code_of_retry(CUT_OFF, ANOTHER, Said("GET"), Said("GET", 503), looked) == "doubled"
+
+
+def test_the_id_of_a_refused_request_is_not_that_of_an_answer() -> None:
+    assert code_of_retry(Said(status=503, request_id="refused"), Said(), ANOTHER) == ""
+
+
+def test_a_repeat_that_joins_the_first_answer_is_right() -> None:
+    assert code_of_retry(CUT_OFF, Said(status=200, request_id="one", is_replay=True)) == ""
 
 
 @pytest.fixture(scope="module")
