@@ -7,7 +7,7 @@ Owns the spec of one answer and its bytes. Refuses to know tokens, and what it i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import orjson
@@ -43,6 +43,8 @@ class AnswerSpec:
     """End the output: they are no text, and do not count as tokens of the completion."""
     num_logprobs: int | None = None
     """How many of the likeliest tokens to show beside each token; None: no log probabilities at all."""
+    prompt_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Of each prompt, where token ids are to be shown; empty: none are."""
     tool_format: str = ""
     """How the model spells tool calls (`app.tool_calls`); empty: none are looked for."""
     tool_names: tuple[str, ...] = ()
@@ -72,8 +74,16 @@ class AnswerSpec:
         """The request ids of the choices; the first is the answer's own."""
         return choice_ids(self.request_id, self.num_choices)
 
+    @property
+    def shows_token_ids(self) -> bool:
+        return bool(self.prompt_token_ids)
+
     def encode(self) -> bytes:
-        return orjson.dumps({"v": SPEC_VERSION, **asdict(self)})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        if not self.prompt_token_ids:
+            # A process of before this field can read an answer that does without it.
+            del values["prompt_token_ids"]
+        return orjson.dumps({"v": SPEC_VERSION, **values})
 
 
 def choice_ids(request_id: str, num_choices: int) -> tuple[str, ...]:
@@ -89,6 +99,7 @@ def decode_spec(data: bytes) -> AnswerSpec:
             raise SpecError(f"version {version}, this process knows {SPEC_VERSION}")
         for name in ("stop", "end_token_ids", "tool_names", "echo"):
             raw[name] = tuple(raw[name])
+        raw["prompt_token_ids"] = tuple(map(tuple, raw.get("prompt_token_ids", ())))
         return AnswerSpec(**raw)
     except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise SpecError(f"not the spec of an answer ({error})") from error

@@ -1,8 +1,8 @@
 """One choice of an answer, from its tokens to its parts: what every way of showing an answer is made from.
 
-Owns the order tokens -> text (`app.detokenizer`) -> parts (`app.answer_parts`), the log probabilities that wait to be
-shown, the counts, and the skipping of what a client has already. Refuses to know JSON and streams. An answer is
-continued by replaying it from its first token through the same steps, so it comes out the same.
+Owns the order tokens -> text (`app.detokenizer`) -> parts (`app.answer_parts`), the log probabilities and ids of
+tokens that wait to be shown, the counts, and the skipping of what a client has already. Refuses to know JSON and
+streams. An answer is continued by replaying it from its first token through the same steps, so it comes out the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class ChoiceText:
         self, spec: AnswerSpec, detokenizer: Detokenizer, machine: TextMachine | None = None, seen: int = -1
     ) -> None:
         """`seen` is the index of the last token whose parts are not wanted."""
-        self.is_plain = machine is None and spec.num_logprobs is None and seen < 0
+        self._shows_token_ids = spec.shows_token_ids
+        has_only_text = machine is None and spec.num_logprobs is None and not self._shows_token_ids
+        self.is_plain = has_only_text and seen < 0
         """Whether `push_text` may be used in the place of `push`."""
         self.num_reasoning_tokens = 0
         self._detokenizer = detokenizer
@@ -56,6 +58,7 @@ class ChoiceText:
         self._has_end_token = False
         self._num_characters = 0
         self._logprobs: list[Entry] = []
+        self._token_ids: list[int] = []
         self._may_reason = bool(spec.reasoning_format)
 
     @property
@@ -102,6 +105,7 @@ class ChoiceText:
                     parts += found
                 else:
                     self._logprobs.clear()
+                    self._token_ids.clear()
         return parts
 
     def finish(self) -> list[AnswerPart]:
@@ -116,14 +120,22 @@ class ChoiceText:
         taken, self._logprobs = self._logprobs, []
         return taken
 
+    def take_token_ids(self) -> list[int]:
+        """Those of the tokens since the last time, as far as they count; empty where they are not to be shown."""
+        taken, self._token_ids = self._token_ids, []
+        return taken
+
     def _push(self, token_id: int, logprobs: TokenLogprobs | None) -> list[AnswerPart]:
         offset = self._num_characters + self._detokenizer.num_held
         text = self._detokenizer.push((token_id,))
         self._num_characters += len(text)
         if token_id in self._end_token_ids:
             self._has_end_token = True
-        elif logprobs is not None:
-            self._logprobs.append(Entry(token_id, logprobs, offset))
+        else:
+            if logprobs is not None:
+                self._logprobs.append(Entry(token_id, logprobs, offset))
+            if self._shows_token_ids:
+                self._token_ids.append(token_id)
         if self._machine is None:
             return [Content(text)] if text else []
         parts = self._machine.push(text) if text else []

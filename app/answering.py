@@ -166,7 +166,7 @@ class Answering:
 
     def shape(self, spec: AnswerSpec) -> Shape:
         names = self._names[spec.model]
-        return ChatShape(names) if spec.kind == "chat" else CompletionShape(names, spec)
+        return ChatShape(names, spec) if spec.kind == "chat" else CompletionShape(names, spec)
 
     def choice_texts(self, spec: AnswerSpec, position: Sequence[int] | None = None) -> list[ChoiceText]:
         """Raises ApiError if the model is not served here."""

@@ -25,9 +25,14 @@ class CompletionShape:
         self._spec = spec
 
     def opening(self, choice: int) -> bytes:
-        """The prompt, where it is wanted; there is no role to tell."""
+        """The prompt, as text and as tokens, where it is wanted; there is no role to tell."""
         echo = self._echo(choice)
+        if self._spec.shows_token_ids:
+            return _text(echo) + b',"prompt_token_ids":' + orjson.dumps(self._prompt_token_ids(choice))
         return _text(echo) if echo else b""
+
+    def about_prompt(self) -> dict[str, Any]:
+        return {}
 
     def member(self, parts: Sequence[AnswerPart]) -> bytes:
         return _text(_content(parts))
@@ -47,7 +52,11 @@ class CompletionShape:
         return orjson.dumps(lists)
 
     def whole(self, choice: int, parts: Sequence[AnswerPart]) -> dict[str, Any]:
-        return {"text": self._echo(choice) + _content(parts)}
+        prompt = {"prompt_token_ids": self._prompt_token_ids(choice)} if self._spec.shows_token_ids else {}
+        return {"text": self._echo(choice) + _content(parts), **prompt}
+
+    def _prompt_token_ids(self, choice: int) -> tuple[int, ...]:
+        return self._spec.prompt_token_ids[choice // self._spec.n]
 
     def _echo(self, choice: int) -> str:
         return self._spec.echo[choice // self._spec.n] if self._spec.echo else ""

@@ -120,6 +120,7 @@ def generation_spec(
         stop=call.stop,
         end_token_ids=() if call.ignore_eos else edge.eos_token_ids,
         num_logprobs=call.num_logprobs,
+        prompt_token_ids=tuple(map(tuple, prompts)) if call.return_token_ids else (),
         service_tier=_tier_of(call),
         metadata=dict(call.metadata),
         background=call.background,

@@ -66,6 +66,13 @@ GENERATION_FIELDS: Mapping[str, Field] = {
     "metadata": ignored(METADATA, "Checked; nothing is kept with an answer."),
     "user": Field(NAME, default="", note="It does not change what an answer says; the operator's catalog has it."),
     "background": Field(Boolean(), default=False, is_extension=True, note="The answer outlives its reader."),
+    "return_token_ids": Field(
+        Boolean(),
+        default=False,
+        is_extension=True,
+        note="token_ids in each choice has the tokens of the answer, as many as usage counts; prompt_token_ids those "
+        "of the prompt: of a chat beside the choices, else in each choice; of a stream in the first chunk.",
+    ),
     "top_k": Field(Integer(-1, INT32_MAX), default=0, is_extension=True, note="0 or -1 switches it off."),
     "min_p": Field(Number(0, 1), default=0.0, is_extension=True, note="0 switches it off."),
     "ignore_eos": Field(Boolean(), default=False, is_extension=True, note="For benchmarks."),
@@ -94,6 +101,8 @@ class GenerationCall:
     n: int = 1
     num_logprobs: int | None = None
     """How many of the likeliest tokens to show beside each token; None: no log probabilities at all."""
+    return_token_ids: bool = False
+    """The ids of the prompt and of the answer are shown."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -119,7 +128,7 @@ def generation_values(values: Mapping[str, Any], max_tokens: int | None) -> dict
     if max_tokens is not None and values["min_tokens"] > max_tokens:
         raise invalid("min_tokens", "min_tokens must not be greater than the limit of the answer's tokens.")
     same = ("model", "temperature", "top_p", "min_p", "seed", "stop", "stream", "ignore_eos", "min_tokens")
-    more = ("n", "presence_penalty", "frequency_penalty", "logit_bias", "background")
+    more = ("n", "presence_penalty", "frequency_penalty", "logit_bias", "background", "return_token_ids")
     return {
         **{name: values[name] for name in (*same, *more)},
         "max_tokens": max_tokens,

@@ -43,6 +43,9 @@ class Shape(Protocol):
     def opening(self, choice: int) -> bytes:
         """The member of a choice that says that it begins; empty if nothing does."""
 
+    def about_prompt(self) -> dict[str, Any]:
+        """What is said of the prompt beside the choices, in a whole answer and in the first chunk of a stream."""
+
     def member(self, parts: Sequence[AnswerPart]) -> bytes:
         """The member of a choice that holds these parts, as JSON with its name. There may be none."""
 
@@ -58,11 +61,15 @@ class ChatShape:
     whole_object = "chat.completion"
     around_content = (b'"delta":{"content":', b"}")
 
-    def __init__(self, names: TokenNames) -> None:
+    def __init__(self, names: TokenNames, spec: AnswerSpec) -> None:
         self._names = names
+        self._spec = spec
 
     def opening(self, choice: int) -> bytes:
         return b'"delta":{"role":"assistant","content":"","refusal":null}'
+
+    def about_prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._spec.prompt_token_ids[0]} if self._spec.shows_token_ids else {}
 
     def member(self, parts: Sequence[AnswerPart]) -> bytes:
         if len(parts) == 1 and isinstance(parts[0], Content):
@@ -112,6 +119,7 @@ class ChunkStream:
         self._ids = list(self._position)
         self._has_one = len(choices) == 1
         self._may_stop = bool(spec.stop)
+        self._shows_token_ids = spec.shows_token_ids
         self._ends: dict[int, TerminalEvent] = {}
         self._has_sent = False
         self._unsent = b""
@@ -143,11 +151,13 @@ class ChunkStream:
 
     def opening(self) -> bytes:
         data = b""
+        told = self._shape.about_prompt()
+        about = b"," + orjson.dumps(told)[1:-1] if told else b""
         for number, index in enumerate(self._position):
             if index == UNOPENED:
                 self._ids[number] = -1
                 if member := self._shape.opening(number):
-                    data += self._event(number, member, NULL, NULL)
+                    data += self._event(number, member, NULL, NULL, about if number == 0 else b"")
         return data
 
     def tokens(self, choice: int, events: Sequence[TokenEvent]) -> bytes:
@@ -222,12 +232,20 @@ class ChunkStream:
         entries = one.take_logprobs()
         return self._shape.logprobs(entries) if entries else NULL
 
-    def _event(self, choice: int, member: bytes, logprobs: bytes, reason: bytes) -> bytes:
+    def _event(self, choice: int, member: bytes, logprobs: bytes, reason: bytes, about: bytes = b"") -> bytes:
+        """`about` has members of the chunk itself, each behind a comma."""
         before = self._before[choice]
         after = self._after
-        if logprobs is not NULL or reason is not NULL or self._spec.continuous_usage:
-            after = b',"logprobs":%b,"finish_reason":%b}]%b\n\n' % (logprobs, reason, self._usage_so_far())
+        if logprobs is not NULL or reason is not NULL or self._spec.continuous_usage or self._shows_token_ids:
+            ends = (logprobs, reason, self._token_ids(choice), about, self._usage_so_far())
+            after = b',"logprobs":%b,"finish_reason":%b%b}]%b%b\n\n' % ends
         return b"id: %b%b%b%b" % (self._id(), before, member, after)
+
+    def _token_ids(self, choice: int) -> bytes:
+        """The member of a choice that has them, where they are wanted."""
+        if not self._shows_token_ids:
+            return b""
+        return b',"token_ids":' + orjson.dumps(self._choices[choice].take_token_ids())
 
     def _usage_so_far(self) -> bytes:
         if not self._spec.continuous_usage:
@@ -297,6 +315,7 @@ def completion(spec: AnswerSpec, shape: Shape, choices: Sequence[WholeChoice]) -
         "model": spec.model,
         "system_fingerprint": spec.system_fingerprint,
         **_tier(spec),
+        **shape.about_prompt(),
         "choices": [_whole(spec, shape, number, one) for number, one in enumerate(choices)],
         "usage": usage(spec, [one.text for one in choices], ends),
         **({"metadata": spec.metadata} if spec.store else {}),
@@ -315,6 +334,7 @@ def _whole(spec: AnswerSpec, shape: Shape, number: int, one: WholeChoice) -> dic
         **shape.whole(number, one.parts),
         "logprobs": None if spec.num_logprobs is None else orjson.Fragment(shape.logprobs(entries)),
         "finish_reason": reason,
+        **({"token_ids": one.text.take_token_ids()} if spec.shows_token_ids else {}),
     }
 
 

@@ -25,6 +25,11 @@ def record(**members: Schema) -> Schema:
     return {"type": "object", "required": list(members), "properties": members}
 
 
+def with_optional(schema: Schema, **members: Schema) -> Schema:
+    """`schema`, an object that may have these, too."""
+    return {**schema, "properties": {**schema["properties"], **members}}
+
+
 def listing(item: Schema) -> Schema:
     return {"type": "array", "items": item}
 
@@ -41,9 +46,13 @@ FINISH_REASON = either({"type": "string", "enum": ["stop", "length", "tool_calls
 
 _TOKEN = record(token=STRING, logprob=NUMBER, bytes=either(listing({**INTEGER, "maximum": 255}), NULL))
 _TOOL_CALL = record(id=STRING, type=constant("function"), function=record(name=STRING, arguments=STRING))
-_MESSAGE = record(role=constant("assistant"), content=either(STRING, NULL), refusal=either(STRING, NULL))
-_MESSAGE["properties"] |= {"reasoning_content": STRING, "tool_calls": listing(_TOOL_CALL)}
+_MESSAGE = with_optional(
+    record(role=constant("assistant"), content=either(STRING, NULL), refusal=either(STRING, NULL)),
+    reasoning_content=STRING,
+    tool_calls=listing(_TOOL_CALL),
+)
 _CHAT_LOGPROBS = either(record(content=listing(ref("TokenLogprob"))), NULL)
+_TOKEN_IDS = listing(INTEGER)
 _HEAD = {"id": STRING, "created": INTEGER, "model": STRING}
 _DELTA: Schema = {
     "type": "object",
@@ -91,27 +100,42 @@ SCHEMAS: dict[str, Schema] = {
         "required": [*_TOKEN["required"], "top_logprobs"],
         "properties": {**_TOKEN["properties"], "top_logprobs": listing(_TOKEN)},
     },
-    "ChatCompletion": record(
-        **_HEAD,
-        object=constant("chat.completion"),
-        system_fingerprint=either(STRING, NULL),
-        choices=listing(
-            record(index=INTEGER, message=_MESSAGE, logprobs=_CHAT_LOGPROBS, finish_reason=FINISH_REASON)
+    "ChatCompletion": with_optional(
+        record(
+            **_HEAD,
+            object=constant("chat.completion"),
+            system_fingerprint=either(STRING, NULL),
+            choices=listing(
+                with_optional(
+                    record(index=INTEGER, message=_MESSAGE, logprobs=_CHAT_LOGPROBS, finish_reason=FINISH_REASON),
+                    token_ids=_TOKEN_IDS,
+                )
+            ),
+            usage=ref("Usage"),
         ),
-        usage=ref("Usage"),
+        prompt_token_ids=_TOKEN_IDS,
     ),
-    "ChatCompletionChunk": record(
-        **_HEAD,
-        object=constant("chat.completion.chunk"),
-        system_fingerprint=either(STRING, NULL),
-        choices=listing(record(index=INTEGER, delta=_DELTA, finish_reason=FINISH_REASON)),
+    "ChatCompletionChunk": with_optional(
+        record(
+            **_HEAD,
+            object=constant("chat.completion.chunk"),
+            system_fingerprint=either(STRING, NULL),
+            choices=listing(
+                with_optional(record(index=INTEGER, delta=_DELTA, finish_reason=FINISH_REASON), token_ids=_TOKEN_IDS)
+            ),
+        ),
+        prompt_token_ids=_TOKEN_IDS,
     ),
     "Completion": record(
         **_HEAD,
         object=constant("text_completion"),
         system_fingerprint=either(STRING, NULL),
         choices=listing(
-            record(index=INTEGER, text=STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=FINISH_REASON)
+            with_optional(
+                record(index=INTEGER, text=STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=FINISH_REASON),
+                prompt_token_ids=_TOKEN_IDS,
+                token_ids=_TOKEN_IDS,
+            )
         ),
     ),
     "ChatCompletionList": _page(ref("ChatCompletion")),

@@ -131,6 +131,7 @@ def test_a_required_field_must_be_there(name: str) -> None:
         ("logit_bias", json.dumps({str(number): 1 for number in range(1025)})),
         ("presence_penalty", "2.1"),
         ("background", '"yes"'),
+        ("return_token_ids", "1"),
         ("response_format", '"json_object"'),
         ("tools", "{}"),
         ("tool_choice", '"required"'),

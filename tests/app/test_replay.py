@@ -35,6 +35,7 @@ class Seen:
     content: str = ""
     reasoning: str = ""
     logprobs: list[Any] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     calls: dict[int, list[str]] = field(default_factory=dict)
     """Index to id, name and arguments."""
     reasons: list[str] = field(default_factory=list)
@@ -67,7 +68,7 @@ def stream(
     spec: AnswerSpec, outputs: Sequence[bytes], steps: Sequence[Step], position: Sequence[int] | None = None
 ) -> list[tuple[list[int], Any]]:
     """The events of an answer whose choices come in these steps (and whatever is left, at the end, as one each)."""
-    chunks = ChunkStream(spec, ChatShape(NAMES), texts(spec, position), position)
+    chunks = ChunkStream(spec, ChatShape(NAMES, spec), texts(spec, position), position)
     data = chunks.opening()
     places = [0] * spec.n
     is_over = [False] * spec.n
@@ -104,6 +105,7 @@ def seen_in(events: Sequence[tuple[list[int], Any]], num_choices: int) -> list[S
             one.content += delta.get("content") or ""
             one.reasoning += delta.get("reasoning_content") or ""
             one.logprobs += (choice["logprobs"] or {}).get("content", [])
+            one.token_ids += choice.get("token_ids", [])
             one.reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
             for call in delta.get("tool_calls", ()):
                 known = one.calls.setdefault(call["index"], ["", "", ""])
@@ -124,6 +126,7 @@ def answers(draw: st.DrawFn) -> tuple[AnswerSpec, list[bytes]]:
         n=n,
         stop=draw(st.sampled_from([(), ("<b>",), ("b>c", "und")])),
         num_logprobs=draw(st.sampled_from([None, 0])),
+        prompt_token_ids=draw(st.sampled_from([(), ((7, 8),)])),
         include_usage=draw(st.booleans()),
         continuous_usage=False,
         **draw(st.sampled_from([{}, {"tool_format": "hermes", "tool_names": ("f",)}])),
@@ -149,6 +152,7 @@ def test_what_came_before_a_cut_and_what_is_sent_after_it_are_the_undisturbed_an
     for undivided, one, other in zip(whole, first, rest, strict=True):
         assert one.content + other.content == undivided.content
         assert one.logprobs + other.logprobs == undivided.logprobs
+        assert one.token_ids + other.token_ids == undivided.token_ids
         merged = {index: list(call) for index, call in one.calls.items()}
         for index, call in other.calls.items():
             known = merged.get(index, ["", "", ""])
@@ -169,12 +173,13 @@ def test_the_same_answer_as_a_whole(answer: tuple[AnswerSpec, list[bytes]], step
     for gathered, output in zip(choices, outputs, strict=True):
         reason = "stop" if output[-1:] == bytes([EOS]) else "length"
         gathered.take([event(spec, 0, output), TerminalEvent(len(output), 1, "finished", reason)])
-    whole = orjson.loads(orjson.dumps(completion(spec, ChatShape(NAMES), choices)))
+    whole = orjson.loads(orjson.dumps(completion(spec, ChatShape(NAMES, spec), choices)))
     for number, (one, choice) in enumerate(zip(streamed, whole["choices"], strict=True)):
         message = choice["message"]
         assert choice["index"] == number
         assert one.content == (message["content"] or "")
         assert one.logprobs == ((choice["logprobs"] or {}).get("content") or [])
+        assert one.token_ids == choice.get("token_ids", [])
         calls = [[call["id"], *call["function"].values()] for call in message.get("tool_calls", ())]
         assert calls == list(one.calls.values())
         assert one.reasons == [choice["finish_reason"]]
@@ -198,6 +203,29 @@ def test_log_probabilities_are_those_of_the_tokens_that_count(
     if spec.include_usage and spec.num_logprobs is not None:
         shown_tokens = sum(len(one.logprobs) for one in seen_in(events, spec.n))
         assert events[-2][1]["usage"]["completion_tokens"] == shown_tokens
+
+
+@given(answer=answers(), steps=STEPS)
+def test_token_ids_are_those_of_the_tokens_that_count(
+    answer: tuple[AnswerSpec, list[bytes]], steps: list[Step]
+) -> None:
+    spec, outputs = answer
+    events = stream(spec, outputs, [(choice % spec.n, size) for choice, size in steps])
+    seen = seen_in(events, spec.n)
+    told = [number for number, (_, chunk) in enumerate(events) if "prompt_token_ids" in chunk]
+    if not spec.shows_token_ids:
+        assert not told
+        assert not any(one.token_ids for one in seen)
+        return
+    assert told == [0]
+    for one, output in zip(seen, outputs, strict=True):
+        counted = output.removesuffix(bytes([EOS]))
+        ends_early = any(stop.encode() in counted for stop in spec.stop)
+        shown = bytes(one.token_ids)
+        assert counted.startswith(shown) if ends_early else counted == shown
+    if spec.include_usage:
+        num_shown = sum(len(one.token_ids) for one in seen)
+        assert events[-2][1]["usage"]["completion_tokens"] == num_shown
 
 
 def test_beyond_the_end_there_is_nothing_but_the_end() -> None:
