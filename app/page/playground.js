@@ -40,14 +40,14 @@ export function startPlayground({ say, duration, openTimeline, element }) {
       stream_options: { include_usage: true },
     };
     if ($("chat-temperature").value !== "") asked.temperature = Number($("chat-temperature").value);
-    if ($("chat-tokens").checked) asked.logprobs = true;
+    if ($("chat-tokens").checked) Object.assign(asked, { logprobs: true, return_token_ids: true });
     return asked;
   }
 
   async function send(text) {
     const asked = body(text);
     bubble("user", "You").text.textContent = text;
-    const answer = new Answer(bubble("assistant", "The model"), { duration, openTimeline, element, showTokens: Boolean(asked.logprobs) });
+    const answer = new Answer(bubble("assistant", "The model"), { duration, openTimeline, element, showTokens: Boolean(asked.return_token_ids) });
     running = answer;
     setRunning(true);
     try {
@@ -137,6 +137,7 @@ class Answer {
     this.usage = null;
     this.numPieces = 0;
     this.isStopped = false;
+    this.numTokens = 0;
     this.begunMs = performance.now();
     this.firstMs = this.lastMs = 0;
     node.classList.add("open");
@@ -150,6 +151,7 @@ class Answer {
     }
     this.id ||= chunk.id;
     if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.prompt_token_ids) this.promptIds(chunk.prompt_token_ids);
     for (const choice of chunk.choices ?? []) {
       const { content, reasoning_content: thought } = choice.delta ?? {};
       if (content || thought) this.clock();
@@ -158,7 +160,7 @@ class Answer {
         this.content += content;
         if (!this.showTokens) this.append(content, "");
       }
-      if (this.showTokens) this.tokens(choice.logprobs?.content ?? []);
+      if (this.showTokens) this.tokens(choice.token_ids ?? [], choice.logprobs?.content ?? []);
       if (choice.finish_reason) this.reason = choice.finish_reason;
     }
     this.showCost();
@@ -181,13 +183,43 @@ class Answer {
     }
   }
 
-  tokens(list) {
-    for (const { token, logprob } of list) {
+  /** Both lists have the same tokens. What hovering shows is in the table, too, for those who do not hover. */
+  tokens(ids, list) {
+    for (const [place, { token, logprob }] of list.entries()) {
       const likely = Math.exp(logprob);
-      const node = this.element("span", { class: "token", text: token, title: `${(likely * 100).toFixed(1)} %, log probability ${logprob.toFixed(3)}` });
+      const percent = `${(likely * 100).toFixed(1)} %`;
+      const node = this.element("span", { class: "token", text: token, title: `id ${ids[place]}, ${percent}, log probability ${logprob.toFixed(3)}` });
       node.dataset.likely = likely > 0.4 ? "high" : likely > 0.08 ? "middle" : "low";
       this.text.append(node);
+      this.numTokens += 1;
+      const cells = [[this.numTokens, "number"], [ids[place], "number mono"], [JSON.stringify(token), "mono"], [percent, "number"]];
+      this.idRows().append(this.element("tr", {}, ...cells.map(([text, kind]) => this.element("td", { class: kind, text }))));
     }
+  }
+
+  promptIds(ids) {
+    this.idList().append(this.element("p", {}, `Prompt, ${ids.length} tokens: `, this.element("span", { class: "mono", text: ids.join(" ") })));
+  }
+
+  /** What opens below the answer: nothing of it is there before the first id. */
+  idList() {
+    if (!this.list) {
+      this.list = this.element("details", { class: "ids" }, this.element("summary", { text: "Token ids" }));
+      this.node.append(this.list);
+    }
+    return this.list;
+  }
+
+  idRows() {
+    if (!this.rows) {
+      const names = [["Place", "number"], ["Id", "number"], ["Token", ""], ["Probability", "number"]];
+      const head = this.element("tr", {}, ...names.map(([text, kind]) => this.element("th", { scope: "col", class: kind, text })));
+      this.rows = this.element("tbody");
+      const caption = this.element("caption", { class: "unseen", text: "Tokens of the answer" });
+      // Before the prompt, which may be long.
+      this.idList().firstElementChild.after(this.element("table", {}, caption, this.element("thead", {}, head), this.rows));
+    }
+    return this.rows;
   }
 
   end() {

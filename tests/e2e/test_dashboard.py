@@ -188,7 +188,22 @@ def test_the_playground_streams_an_answer_and_says_what_it_cost(page: Page, orig
     page.press("#chat-tokens")
     page.ask("the same again", 5)
     page.wait(lambda: len(page.all(".turn.assistant:last-child .token")) == 5, "every token is shown by itself")
-    assert "%" in page.find(".turn.assistant:last-child .token").get_attribute("title")
+    page.wait_text(".turn.assistant:last-child .cost", "length")
+    titles = [one.get_attribute("title") or "" for one in page.all(".turn.assistant:last-child .token")]
+    assert all("%" in title for title in titles)
+    ids = [title.split(",")[0].removeprefix("id ") for title in titles]
+    # The scripted model's token N reads <N>.
+    assert page.text(".turn.assistant:last-child .text") == "".join(f"<{token_id}>" for token_id in ids)
+
+    page.run("document.querySelector('.turn.assistant:last-child .ids summary').focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.wait_text(".turn.assistant:last-child .ids", "Prompt")
+    rows = [row.text.split() for row in page.all(".turn.assistant:last-child .ids tbody tr")]
+    assert [row[:3] for row in rows] == [[str(n + 1), one, f'"<{one}>"'] for n, one in enumerate(ids)]
+    prompt = page.text(".turn.assistant:last-child .ids p .mono").split()
+    # ... and its prompts are bytes.
+    assert bytes(map(int, prompt)).decode().endswith("user: the same again\nassistant:")
+    page.picture("token-ids")
 
     page.press("#chat-tokens")
     page.ask("a long one", 2000)
