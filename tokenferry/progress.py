@@ -8,7 +8,9 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, Progress, TaskID
+
+from tasks.weights_bar import bar_columns
 
 QUARTER = 25
 """Percent between two lines where there is no terminal."""
@@ -20,10 +22,7 @@ class PullProgress:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
+            *bar_columns(DownloadColumn()),
             console=self._console,
             disable=not self._console.is_terminal,
         )
