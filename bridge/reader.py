@@ -5,7 +5,8 @@ of each subscriber. Refuses to know what tokens mean and where they go. A subscr
 out of the read; once it has emptied its window it is read again from its last entry: Redis is the buffer.
 
 The thread turns `tick()`; everything that subscribers see happens on the event loop, by one
-`call_soon_threadsafe` a batch. An entry on the control stream makes a blocked read start again with the new list.
+`call_soon_threadsafe` a batch. An entry on the control stream (`bridge.waker`) makes a blocked read
+start again with the new list.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from redis.exceptions import RedisError
@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from bridge.feeds import Batch, Feed, deliver, layers_of
 from bridge.history import History
 from bridge.subscription import StreamLost, Subscription, Waiting
+from bridge.waker import Waker
 from bridge.xread import Entries, Xread
 from tasks import keys
 from tasks.contract import ContractError, decode_entry
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_BLOCK_S = 0.5
 """For the blocking client: a reply that never comes must be given up well before the lease is over."""
 HEARTBEAT_S = 1.0
-CONTROL_TTL_MS = 86_400_000
-"""A process that is killed leaves its control stream behind."""
 MAX_ENTRIES = 64
 """Of one stream in one read: with the window it bounds what a subscriber can have in memory."""
 
@@ -82,7 +81,8 @@ class Reader:
         self._heartbeat_s = heartbeat_s
         self._outage_limit_s = outage_limit_s
         self._pace_s = pace_s
-        self._control = keys.control(reader_id).encode()
+        self._waker = Waker(redis_short, reader_id)
+        self._control = self._waker.control
         self._control_position = b"0-0"
         # The loop appends, the thread takes: True adds the feed, False removes it.
         self._changes: deque[tuple[bool, Feed]] = deque()
@@ -94,7 +94,6 @@ class Reader:
         self._outage_since_s: float | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._waker = ThreadPoolExecutor(1, thread_name_prefix="reader-wake")
 
     # Called on the event loop.
 
@@ -145,7 +144,7 @@ class Reader:
             self._thread.join(timeout=2)
         if self._thread is None or not self._thread.is_alive():
             self._xread.close()
-        self._waker.shutdown(wait=False, cancel_futures=True)
+        self._waker.close()
         if keep_lease:
             return
         try:
@@ -246,6 +245,7 @@ class Reader:
         self._fail(gone, StreamLost("the request is no longer known to the queue"))
 
     def _note_outage(self, now_s: float, error: RedisError) -> None:
+        self._waker.doubt()
         if self._outage_since_s is None:
             self._outage_since_s = now_s
             logger.warning("%s Redis not reachable: %s", self.reader_id, error)
@@ -266,17 +266,7 @@ class Reader:
         if self._wake_pending or self._block_ms is None:
             return
         self._wake_pending = True
-        self._waker.submit(self._send_wake)
-
-    def _send_wake(self) -> None:
-        try:
-            with self._short.pipeline(transaction=False) as pipe:
-                pipe.xadd(self._control, {b"w": b""}, maxlen=1, approximate=False)
-                pipe.pexpire(self._control, CONTROL_TTL_MS)
-                pipe.execute()
-        except RedisError as error:
-            # The read returns by itself after block_ms, and then sees the change.
-            logger.warning("%s reader not woken: %s", self.reader_id, error)
+        self._waker.wake()
 
 
 def _by_name(fields: list[bytes]) -> dict[bytes, bytes]:

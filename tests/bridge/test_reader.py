@@ -315,14 +315,6 @@ def test_a_wake_up_is_read_once(fake_server: RedisServer) -> None:
     run(fake_server, test)
 
 
-def test_the_control_stream_of_a_reader_that_was_killed_expires(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        streams.reader._send_wake()
-        assert streams.redis.pttl(keys.control("r1")) > 0
-
-    run(fake_server, test)
-
-
 def test_what_was_read_before_an_error_is_handed_over(
     fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
