@@ -34,6 +34,11 @@ def vectors(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return next((name for flag, name in names.items() if flag in flags), "no vectors that we know")
 
 
+def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether it multiplies bfloat16; others take them apart first."""
+    return bool({"avx512_bf16", "amx_bf16"}.intersection((_field(cpuinfo, "flags") or "").split()))
+
+
 def _field(cpuinfo: Path, name: str) -> str | None:
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from bench.machine import cpu_s, descendants, memory_mb, processor, vectors
+from bench.machine import cpu_s, descendants, has_bfloat16, memory_mb, processor, vectors
 from bench.overhead import RedisUse, arrivals, cell, per_token_us, redis_per_token, request_overhead, table
 
 
@@ -41,7 +41,11 @@ def test_the_machine_is_named_from_what_the_system_says(tmp_path) -> None:  # ty
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Example 9000\nflags\t\t: sse2 avx2 avx512f\n")
     assert (processor(cpuinfo), vectors(cpuinfo)) == ("Example 9000", "AVX-512")
+    assert not has_bfloat16(cpuinfo)
+    cpuinfo.write_text("flags\t\t: sse2 avx2 avx512f avx512_bf16\n")
+    assert has_bfloat16(cpuinfo)
     assert vectors(tmp_path / "nothing") == "no vectors that we know"
+    assert not has_bfloat16(tmp_path / "nothing")
 
 
 @pytest.mark.e2e
