@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -13,24 +12,16 @@ from decode.registry import (
     ModelDamaged,
     ModelMissing,
     Package,
-    PublishedModel,
     UnknownModel,
     check_file,
     model_dir,
     resolve,
     served_name,
 )
+from tests.models import tiny_model
 
 CONTENT = b"tiny checkpoint"
-TINY = PublishedModel(
-    name="tiny",
-    description="",
-    file="tiny.gguf",
-    num_bytes=len(CONTENT),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-    licence="Apache-2.0",
-    parts=(Package("tiny-package==1.0", "tiny/tiny.gguf", 99),),
-)
+TINY = tiny_model(CONTENT, Package("tiny-package==1.0", "tiny/tiny.gguf", 99))
 
 
 @pytest.fixture(autouse=True)

