@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from redis.exceptions import ConnectionError
 
-from bridge.watchdog import Deadlines, Watchdog
+from bridge.watchdog import Deadlines, Tick, Watchdog
 from tasks import keys
 from tasks.errors import Stale
 from tasks.record import READER_LEASE_MS, Failed, Reoffer, RequestRecords
@@ -153,32 +153,31 @@ def test_a_claim_that_comes_after_the_message_was_taken_for_lost_is_refused(cell
     assert cell.claim("r1", "w1", T0 + 1002, attempt=2) == ()
 
 
-def test_a_request_whose_workers_keep_dying_without_a_token_is_poison(cell: Cell) -> None:
+def claim_and_die(cell: Cell, *, num_workers: int, with_a_token: bool) -> Tick:
+    """One worker after the other claims r1, and is lost; returns what was done about the last one."""
     cell.join("w0", T0)
     cell.offer("r1", T0)
     now_ms = T0
-    for n in range(3):
+    for n in range(num_workers):
         cell.join(f"w{n}", now_ms)
         settle(cell, now_ms)
         cell.claim("r1", f"w{n}", now_ms + 1, attempt=n + 1)
+        if with_a_token:
+            cell.publish("r1", n + 1, n, (20 + n,), now_ms + 2)
         now_ms += LEASE_MS
         done = cell.watchdog.tick(now_ms)
+    return done
+
+
+def test_a_request_whose_workers_keep_dying_without_a_token_is_poison(cell: Cell) -> None:
+    done = claim_and_die(cell, num_workers=3, with_a_token=False)
     assert done.failed == [Failed("r1", "poison")]
     assert [end.reason for end in cell.output("r1")[1]] == ["poison"]
     assert cell.queued() == []
 
 
 def test_a_token_between_the_deaths_takes_the_poison_away(cell: Cell) -> None:
-    cell.join("w0", T0)
-    cell.offer("r1", T0)
-    now_ms = T0
-    for n in range(4):
-        cell.join(f"w{n}", now_ms)
-        settle(cell, now_ms)
-        cell.claim("r1", f"w{n}", now_ms + 1, attempt=n + 1)
-        cell.publish("r1", n + 1, n, (20 + n,), now_ms + 2)
-        now_ms += LEASE_MS
-        done = cell.watchdog.tick(now_ms)
+    done = claim_and_die(cell, num_workers=4, with_a_token=True)
     assert [reoffer.attempt for reoffer in done.reoffered] == [5]
 
 

@@ -55,17 +55,21 @@ class Notes:
         return taken
 
 
+def engine_around(runner: Runner, num_blocks: int, max_num_seqs: int) -> Engine:
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=32,
+        fingerprint="fp",
+    )
+    return Engine(runner, config)
+
+
 class Room:
-    def __init__(self, max_num_seqs: int = 4, max_num_batched_tokens: int = 32, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, max_num_seqs: int = 4, num_blocks: int = NUM_BLOCKS) -> None:
         self.runner = Runner(num_blocks)
-        config = EngineConfig(
-            num_blocks=num_blocks,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            fingerprint="fp",
-        )
-        self.engine = Engine(self.runner, config)
+        self.engine = engine_around(self.runner, num_blocks, max_num_seqs)
         self.gate = Gate()
         self.fatal: list[str] = []
         self.now_s = 100.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decode.engine import Engine, EngineConfig
 from tasks.engine_loop import EngineLoop
 from tasks.gate import Gate
 from tasks.metrics import (
@@ -23,7 +22,7 @@ from tasks.metrics import (
 from tasks.record import Appended
 from tasks.worker_metrics import WorkerMetrics
 from tests.tasks.cell import START_MS, job
-from tests.tasks.test_engine_loop import MAX_MODEL_LEN, Notes, Runner
+from tests.tasks.test_engine_loop import Notes, Runner, engine_around
 
 STEP_S = 0.25
 
@@ -31,23 +30,20 @@ STEP_S = 0.25
 class Measured:
     """Every step takes STEP_S; the requests were made when the clock stood at 0."""
 
-    def __init__(self, *, num_blocks: int = 16, max_num_seqs: int = 4, max_num_batched_tokens: int = 32) -> None:
+    def __init__(self, *, num_blocks: int = 16, max_num_seqs: int = 4) -> None:
         self.now_s = 0.0
         runner = Runner(num_blocks)
         runner.before = self._step
-        config = EngineConfig(
-            num_blocks=num_blocks,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            fingerprint="fp",
-        )
         self.meter, self.gate, self.notes = Meter("w1"), Gate(), Notes()
         metrics = WorkerMetrics(
             self.meter, "m", clock=lambda: START_MS / 1000 + self.now_s, monotonic=lambda: self.now_s
         )
         self.loop = EngineLoop(
-            Engine(runner, config), self.gate, on_fatal=print, metrics=metrics, monotonic=lambda: self.now_s
+            engine_around(runner, num_blocks, max_num_seqs),
+            self.gate,
+            on_fatal=print,
+            metrics=metrics,
+            monotonic=lambda: self.now_s,
         )
         self.loop.publisher = self.notes
 
