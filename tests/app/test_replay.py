@@ -25,6 +25,10 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
 Step = tuple[int, int]
 """(choice, tokens of it) that come together."""
+Answer = tuple[AnswerSpec, list[bytes]]
+"""What is asked for, and the output of every choice."""
+Events = list[tuple[list[int], Any]]
+"""The position and the data of each."""
 
 
 @dataclass
@@ -64,9 +68,13 @@ def event(spec: AnswerSpec, index: int, token_ids: bytes) -> TokenEvent:
     return TokenEvent(index, 1, tuple(token_ids), tuple(logprobs) if spec.num_logprobs is not None else ())
 
 
+def ending(output: bytes) -> TerminalEvent:
+    return TerminalEvent(len(output), 1, "finished", "stop" if output[-1:] == bytes([EOS]) else "length")
+
+
 def stream(
     spec: AnswerSpec, outputs: Sequence[bytes], steps: Sequence[Step], position: Sequence[int] | None = None
-) -> list[tuple[list[int], Any]]:
+) -> Events:
     """The events of an answer whose choices come in these steps (and whatever is left, at the end, as one each)."""
     chunks = ChunkStream(spec, ChatShape(NAMES, spec), texts(spec, position), position)
     data = chunks.opening()
@@ -81,12 +89,11 @@ def stream(
             data += chunks.tokens(choice, [event(spec, at, output[at : places[choice]])])
         if places[choice] == len(output):
             is_over[choice] = True
-            reason = "stop" if output[-1:] == bytes([EOS]) else "length"
-            data += chunks.ended(choice, TerminalEvent(len(output), 1, "finished", reason))
+            data += chunks.ended(choice, ending(output))
     return events_in(data + chunks.closing())
 
 
-def events_in(data: bytes) -> list[tuple[list[int], Any]]:
+def events_in(data: bytes) -> Events:
     found = []
     for block in data.decode().split("\n\n")[:-1]:
         id_line, data_line = block.split("\n")
@@ -96,7 +103,7 @@ def events_in(data: bytes) -> list[tuple[list[int], Any]]:
     return found
 
 
-def seen_in(events: Sequence[tuple[list[int], Any]], num_choices: int) -> list[Seen]:
+def seen_in(events: Events, num_choices: int) -> list[Seen]:
     seen = [Seen() for _ in range(num_choices)]
     for _, chunk in events:
         for choice in chunk["choices"] if chunk != "[DONE]" else ():
@@ -120,7 +127,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12)
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[AnswerSpec, list[bytes]]:
+def answers(draw: st.DrawFn) -> Answer:
     n = draw(st.sampled_from([1, 3]))
     spec = spec_of(
         n=n,
@@ -136,17 +143,21 @@ def answers(draw: st.DrawFn) -> tuple[AnswerSpec, list[bytes]]:
     return spec, outputs
 
 
+def within(spec: AnswerSpec, steps: Sequence[Step]) -> list[Step]:
+    """The steps, of choices that there are."""
+    return [(choice % spec.n, size) for choice, size in steps]
+
+
 @given(answer=answers(), steps=STEPS, other_steps=STEPS, data=st.data())
 def test_what_came_before_a_cut_and_what_is_sent_after_it_are_the_undisturbed_answer(
-    answer: tuple[AnswerSpec, list[bytes]], steps: list[Step], other_steps: list[Step], data: st.DataObject
+    answer: Answer, steps: list[Step], other_steps: list[Step], data: st.DataObject
 ) -> None:
     spec, outputs = answer
-    steps, other_steps = ([(choice % spec.n, size) for choice, size in some] for some in (steps, other_steps))
-    undisturbed = stream(spec, outputs, steps)
+    undisturbed = stream(spec, outputs, within(spec, steps))
     whole = seen_in(undisturbed, spec.n)
     cut = data.draw(st.integers(1, len(undisturbed) - 1), label="events before the cut")
     before = undisturbed[:cut]
-    after = stream(spec, outputs, other_steps, before[-1][0])
+    after = stream(spec, outputs, within(spec, other_steps), before[-1][0])
     first, rest = seen_in(before, spec.n), seen_in(after, spec.n)
     has_all = all(one.reasons for one in first)
     for undivided, one, other in zip(whole, first, rest, strict=True):
@@ -166,13 +177,12 @@ def test_what_came_before_a_cut_and_what_is_sent_after_it_are_the_undisturbed_an
 
 
 @given(answer=answers(), steps=STEPS)
-def test_the_same_answer_as_a_whole(answer: tuple[AnswerSpec, list[bytes]], steps: list[Step]) -> None:
+def test_the_same_answer_as_a_whole(answer: Answer, steps: list[Step]) -> None:
     spec, outputs = answer
-    streamed = seen_in(stream(spec, outputs, [(choice % spec.n, size) for choice, size in steps]), spec.n)
+    streamed = seen_in(stream(spec, outputs, within(spec, steps)), spec.n)
     choices = [WholeChoice(text) for text in texts(spec)]
     for gathered, output in zip(choices, outputs, strict=True):
-        reason = "stop" if output[-1:] == bytes([EOS]) else "length"
-        gathered.take([event(spec, 0, output), TerminalEvent(len(output), 1, "finished", reason)])
+        gathered.take([event(spec, 0, output), ending(output)])
     whole = orjson.loads(orjson.dumps(completion(spec, ChatShape(NAMES, spec), choices)))
     for number, (one, choice) in enumerate(zip(streamed, whole["choices"], strict=True)):
         message = choice["message"]
@@ -187,11 +197,9 @@ def test_the_same_answer_as_a_whole(answer: tuple[AnswerSpec, list[bytes]], step
 
 
 @given(answer=answers(), steps=STEPS)
-def test_log_probabilities_are_those_of_the_tokens_that_count(
-    answer: tuple[AnswerSpec, list[bytes]], steps: list[Step]
-) -> None:
+def test_log_probabilities_are_those_of_the_tokens_that_count(answer: Answer, steps: list[Step]) -> None:
     spec, outputs = answer
-    events = stream(spec, outputs, [(choice % spec.n, size) for choice, size in steps])
+    events = stream(spec, outputs, within(spec, steps))
     for one, output in zip(seen_in(events, spec.n), outputs, strict=True):
         if spec.num_logprobs is None:
             assert one.logprobs == []
@@ -206,11 +214,9 @@ def test_log_probabilities_are_those_of_the_tokens_that_count(
 
 
 @given(answer=answers(), steps=STEPS)
-def test_token_ids_are_those_of_the_tokens_that_count(
-    answer: tuple[AnswerSpec, list[bytes]], steps: list[Step]
-) -> None:
+def test_token_ids_are_those_of_the_tokens_that_count(answer: Answer, steps: list[Step]) -> None:
     spec, outputs = answer
-    events = stream(spec, outputs, [(choice % spec.n, size) for choice, size in steps])
+    events = stream(spec, outputs, within(spec, steps))
     seen = seen_in(events, spec.n)
     told = [number for number, (_, chunk) in enumerate(events) if "prompt_token_ids" in chunk]
     if not spec.shows_token_ids:

@@ -15,6 +15,7 @@ import sentencepiece
 
 from decode.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles, ModelConfig
 from decode.registry import ModelError, resolve
+from tasks.settings import cache_dir
 from tests.app.corpus import TEXTS
 
 CHATML = (
@@ -45,6 +46,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+USER_DEFINED = ("\n", "\n\n", "\n\n\n", "▁▁", "▁▁▁", "<table>", "</table>")
 
 
 def golden(name: str) -> Any:
@@ -73,9 +75,8 @@ def checkpoint_of(
 
 def pulled_model(name: str) -> Path:
     """The file of a published model; skips the test if nobody has pulled it."""
-    cache_dir = os.environ.get("TOKENFERRY_CACHE", "~/.cache/tokenferry")
     try:
-        return resolve(name, Path(cache_dir).expanduser())
+        return resolve(name, cache_dir(os.environ))
     except ModelError as error:
         pytest.skip(str(error))
 
@@ -128,18 +129,17 @@ def trained(add_space_prefix: bool) -> tuple[sentencepiece.SentencePieceProcesso
         eos_piece="<eos>",
         bos_piece="<bos>",
         control_symbols=["<start_of_turn>", "<end_of_turn>", "<mask>"],
-        user_defined_symbols=["\n", "\n\n", "\n\n\n", "▁▁", "▁▁▁", "<table>", "</table>"],
+        user_defined_symbols=list(USER_DEFINED),
         minloglevel=2,
     )
     reference = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
     ids = range(reference.get_piece_size())
     tokens = [reference.id_to_piece(i) for i in ids]
-    plain = {"\n", "\n\n", "\n\n\n", "▁▁", "▁▁▁", "<table>", "</table>"}
     types = [
         2 if reference.is_unknown(i) else 3 if reference.is_control(i) else 6 if reference.is_byte(i) else 1
         for i in ids
     ]
-    types = [4 if token in plain else kind for token, kind in zip(tokens, types, strict=True)]
+    types = [4 if token in USER_DEFINED else kind for token, kind in zip(tokens, types, strict=True)]
     return reference, GgufTokenizer(
         kind="llama",
         pre="default",
@@ -176,11 +176,8 @@ def llama3_directory(directory: Path, **changes: Any) -> HfTokenizerFiles:
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     bos = {"SpecialToken": {"id": names[0], "type_id": 0}}
     spec = {
-        "version": "1.0",
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-        "padding": None,
         "added_tokens": added,
-        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, to_bytes]},
         "post_processor": {
             "type": "TemplateProcessing",
@@ -204,13 +201,8 @@ def metaspace_directory(directory: Path, scheme: str) -> HfTokenizerFiles:
     merges = [("h", "e"), ("▁", "w"), ("l", "l"), ("he", "ll"), ("▁", "hell")]
     pieces += [left + right for left, right in merges]
     spec = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [_added(n, pieces[n]) for n in range(3)],
-        "normalizer": None,
         "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False},
-        "post_processor": None,
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -234,5 +226,6 @@ def metaspace_directory(directory: Path, scheme: str) -> HfTokenizerFiles:
 
 def _write(directory: Path, spec: dict[str, Any], config: dict[str, Any]) -> HfTokenizerFiles:
     file = directory / "tokenizer.json"
-    file.write_text(json.dumps(spec))
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    file.write_text(json.dumps({"version": "1.0"} | absent | spec))
     return HfTokenizerFiles(file, config)
