@@ -11,28 +11,15 @@ from app.admission import choice_seed
 from decode.sampling import TokenLogprobs
 from tests.app.test_http_stream import bytes_edge
 from tests.app.test_http_stream import run as run_both_ways
-from tests.app.web import EOS, MODEL, NUM_PROMPT_TOKENS, Inline, Web, Worker, run
+from tests.app.web import EOS, MODEL, NUM_PROMPT_TOKENS, Inline, Web, end_of, run
 
 USAGE = {"include_usage": True}
 IDS = ("chatcmpl-1", "chatcmpl-1.1", "chatcmpl-1.2")
 
 
-def end_of(web: Web, request_id: str) -> tuple[str, str]:
-    state = web.records.state(request_id)
-    assert state is not None
-    return state.state, state.reason
-
-
-def claim_all(worker: Worker) -> None:
-    for request_id in IDS:
-        worker.claim(request_id)
-
-
 def test_every_choice_has_its_role_its_text_and_one_finish_reason() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, n=3, stream_options=USAGE)
-        claim_all(worker)
+        worker, exchange = await web.claimed_choices(3, stream=True, stream_options=USAGE)
         worker.append(IDS[1], 0, 201, cached=9)
         await web.turn()
         worker.append(IDS[0], 0, 101, cached=2)
@@ -60,9 +47,7 @@ def test_every_choice_has_its_role_its_text_and_one_finish_reason() -> None:
 
 def test_a_whole_answer_has_all_choices_in_order() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(n=3)
-        claim_all(worker)
+        worker, exchange = await web.claimed_choices(3)
         for number in (2, 0, 1):
             worker.append(IDS[number], 0, 100 * number, end="length")
             await web.turn()
@@ -109,9 +94,7 @@ def test_all_choices_are_taken_or_none() -> None:
 
 def test_a_stop_string_in_one_choice_closes_that_one_only() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, n=3, stop=["<202>"])
-        claim_all(worker)
+        worker, exchange = await web.claimed_choices(3, stream=True, stop=["<202>"])
         worker.append(IDS[1], 0, 201, 202, 203)
         worker.append(IDS[0], 0, 101)
         await web.turn()
@@ -128,9 +111,7 @@ def test_a_stop_string_in_one_choice_closes_that_one_only() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_choice_that_fails_ends_the_answer_with_one_error_and_the_others_with_it(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=stream, n=3)
-        claim_all(worker)
+        worker, exchange = await web.claimed_choices(3, stream=stream)
         worker.append(IDS[0], 0, 101, end="length")
         worker.append(IDS[1], 0, 201, end="engine_error")
         await web.turn()
@@ -213,9 +194,7 @@ def test_log_probabilities_have_true_bytes_and_the_likeliest_beside_them(stream:
 
 def test_without_others_beside_them_the_list_is_empty() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(logprobs=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(logprobs=True)
         worker.append("chatcmpl-1", 0, 65, end="length", logprobs=[TokenLogprobs(-1.5)])
         await web.turn()
         [entry] = exchange.json["choices"][0]["logprobs"]["content"]

@@ -17,9 +17,11 @@ from tests.app.web import EOS, FINGERPRINT, MODEL, START_S, Exchange, Inline, We
 NO_TOKEN = scripted_text_edge().vocab_size
 
 
-async def complete(web: Web, **fields: Any) -> Exchange:
-    body = orjson.dumps({"model": MODEL, "prompt": "hi", **fields})
-    return await web.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+async def claimed(web: Web, **fields: Any) -> tuple[Worker, Exchange]:
+    worker = web.worker()
+    exchange = await web.complete(**fields)
+    worker.claim("cmpl-1")
+    return worker, exchange
 
 
 def append(worker: Worker, request_id: str, *tokens: int, likeliest: int, end: str) -> None:
@@ -52,7 +54,7 @@ def offsets(exchange: Exchange) -> list[int]:
 def test_a_text_is_continued() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        exchange = await complete(web, max_tokens=7, stop=["<104>"], seed=5)
+        exchange = await web.complete(max_tokens=7, stop=["<104>"], seed=5)
         job = worker.claim("cmpl-1")
         assert bytes(job.prompt_token_ids) == b"hi"
         assert (job.sampling.max_tokens, job.sampling.seed, job.sampling.stop_token_ids) == (7, 5, (EOS,))
@@ -82,7 +84,7 @@ def test_a_text_is_continued() -> None:
 def test_16_tokens_are_the_default() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        await complete(web)
+        await web.complete()
         assert worker.claim("cmpl-1").sampling.max_tokens == 16
 
     run(test)
@@ -91,7 +93,7 @@ def test_16_tokens_are_the_default() -> None:
 def test_tokens_are_continued_as_they_are() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        await complete(web, prompt=[5, 999, 0])
+        await web.complete(prompt=[5, 999, 0])
         assert worker.claim("cmpl-1").prompt_token_ids == (5, 999, 0)
 
     run(test)
@@ -100,7 +102,7 @@ def test_tokens_are_continued_as_they_are() -> None:
 def test_every_prompt_has_n_choices_in_the_order_of_the_prompts() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        exchange = await complete(web, prompt=["a", "bc"], n=2, seed=7)
+        exchange = await web.complete(prompt=["a", "bc"], n=2, seed=7)
         ids = ["cmpl-1", "cmpl-1.1", "cmpl-1.2", "cmpl-1.3"]
         jobs = [worker.claim(choice_id) for choice_id in ids]
         assert [bytes(job.prompt_token_ids) for job in jobs] == [b"a", b"a", b"bc", b"bc"]
@@ -118,9 +120,7 @@ def test_every_prompt_has_n_choices_in_the_order_of_the_prompts() -> None:
 
 def test_a_stream_is_text_finish_reason_usage_and_done() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await complete(web, stream=True, stream_options={"include_usage": True})
-        worker.claim("cmpl-1")
+        worker, exchange = await claimed(web, stream=True, stream_options={"include_usage": True})
         worker.append("cmpl-1", 0, 101, 102)
         await web.turn()
         worker.append("cmpl-1", 2, 103, end="length")
@@ -141,7 +141,7 @@ def test_a_stream_is_text_finish_reason_usage_and_done() -> None:
 def test_an_echo_is_the_prompt_in_front_of_every_choice(stream: bool) -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        exchange = await complete(web, prompt=["a", "b"], n=2, echo=True, stream=stream)
+        exchange = await web.complete(prompt=["a", "b"], n=2, echo=True, stream=stream)
         for number, choice_id in enumerate(["cmpl-1", "cmpl-1.1", "cmpl-1.2", "cmpl-1.3"]):
             worker.claim(choice_id)
             worker.append(choice_id, 0, 100 + number, end="length")
@@ -156,7 +156,7 @@ def test_an_echo_is_the_prompt_in_front_of_every_choice(stream: bool) -> None:
 def test_an_echo_comes_once_wherever_a_stream_is_cut(place: int) -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        first = await complete(web, prompt=["a", "b"], echo=True, stream=True)
+        first = await web.complete(prompt=["a", "b"], echo=True, stream=True)
         for number, choice_id in enumerate(["cmpl-1", "cmpl-1.1"]):
             worker.claim(choice_id)
             worker.append(choice_id, 0, 100 + number, end="length")
@@ -189,7 +189,7 @@ def test_the_echo_of_many_tokens_is_made_off_the_event_loop() -> None:
     edge._token_bytes = token_bytes
 
     async def test(web: Web) -> None:
-        exchange = await complete(web, prompt=[5] * 10_000, echo=True, max_tokens=0)
+        exchange = await web.complete(prompt=[5] * 10_000, echo=True, max_tokens=0)
         assert exchange.json["choices"][0]["text"] == "x" * 10_000
 
     run(test, text_edges={MODEL: edge}, pool=Pool())
@@ -197,7 +197,7 @@ def test_the_echo_of_many_tokens_is_made_off_the_event_loop() -> None:
 
 def test_the_echo_of_tokens_is_their_text() -> None:
     async def test(web: Web) -> None:
-        exchange = await complete(web, prompt=[[5, 6], [7]], echo=True, max_tokens=0)
+        exchange = await web.complete(prompt=[[5, 6], [7]], echo=True, max_tokens=0)
         assert [c["text"] for c in exchange.json["choices"]] == ["<5><6>", "<7>"]
 
     run(test)
@@ -208,7 +208,7 @@ def test_the_echo_of_tokens_is_their_text() -> None:
 def test_no_tokens_are_generated_at_once_and_without_a_worker(stream: bool, echo: bool) -> None:
     async def test(web: Web) -> None:
         options = {"stream_options": {"include_usage": True}} if stream else {}
-        exchange = await complete(web, max_tokens=0, echo=echo, n=2, stream=stream, **options)
+        exchange = await web.complete(max_tokens=0, echo=echo, n=2, stream=stream, **options)
         assert (exchange.status, exchange.is_over) == (200, True)
         chunks = chunks_of(exchange, stream)
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -227,7 +227,7 @@ def test_no_tokens_are_generated_at_once_and_without_a_worker(stream: bool, echo
 def test_log_probabilities_are_parallel_lists(stream: bool) -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        exchange = await complete(web, logprobs=2, stream=stream)
+        exchange = await web.complete(logprobs=2, stream=stream)
         assert worker.claim("cmpl-1").sampling.num_logprobs == 2
         append(worker, "cmpl-1", 101, 900, EOS, likeliest=2, end="stop")
         await web.turn()
@@ -251,9 +251,7 @@ def test_log_probabilities_are_parallel_lists(stream: bool) -> None:
 
 def test_without_others_beside_them_log_probabilities_are_of_the_tokens_alone() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await complete(web, logprobs=0)
-        worker.claim("cmpl-1")
+        worker, exchange = await claimed(web, logprobs=0)
         append(worker, "cmpl-1", 101, likeliest=0, end="length")
         await web.turn()
         logprobs = exchange.json["choices"][0]["logprobs"]
@@ -264,9 +262,7 @@ def test_without_others_beside_them_log_probabilities_are_of_the_tokens_alone() 
 
 def test_offsets_count_text_that_is_held_back_for_a_stop_string() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await complete(web, logprobs=0, stop="<101><9")
-        worker.claim("cmpl-1")
+        worker, exchange = await claimed(web, logprobs=0, stop="<101><9")
         append(worker, "cmpl-1", 101, 102, 103, likeliest=0, end="length")
         await web.turn()
         choice = exchange.json["choices"][0]
@@ -296,7 +292,7 @@ def test_offsets_count_text_that_is_held_back_for_a_stop_string() -> None:
 def test_what_is_refused_is_named_and_reaches_no_queue(fields: dict[str, Any], param: str, stream: bool) -> None:
     async def test(web: Web) -> None:
         web.worker()
-        exchange = await complete(web, **fields, stream=stream)
+        exchange = await web.complete(**fields, stream=stream)
         assert (exchange.status, exchange.error["param"]) == (400, param)
         assert web.records.state("cmpl-1") is None
 
@@ -306,7 +302,7 @@ def test_what_is_refused_is_named_and_reaches_no_queue(fields: dict[str, Any], p
 def test_a_prompt_beyond_the_context_says_both_numbers() -> None:
     async def test(web: Web) -> None:
         web.worker()
-        exchange = await complete(web, prompt="a" * 1001)
+        exchange = await web.complete(prompt="a" * 1001)
         assert exchange.error["code"] == "context_length_exceeded"
         assert "1001" in exchange.error["message"]
         assert "1000" in exchange.error["message"]
@@ -317,7 +313,7 @@ def test_a_prompt_beyond_the_context_says_both_numbers() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unknown_model_is_not_found_before_any_event(stream: bool) -> None:
     async def test(web: Web) -> None:
-        exchange = await complete(web, model="nope", stream=stream)
+        exchange = await web.complete(model="nope", stream=stream)
         assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
 
     run(test)
@@ -325,9 +321,7 @@ def test_an_unknown_model_is_not_found_before_any_event(stream: bool) -> None:
 
 def test_the_answer_can_be_asked_for_again_with_its_log_probabilities() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await complete(web, logprobs=0, stream=True)
-        worker.claim("cmpl-1")
+        worker, exchange = await claimed(web, logprobs=0, stream=True)
         append(worker, "cmpl-1", 101, 102, 103, likeliest=0, end="length")
         await web.turn()
         assert offsets(exchange) == [0, 5, 10]

@@ -116,9 +116,9 @@ def test_a_viewer_sees_workers_queues_and_requests_at_once() -> None:
 
 def test_no_picture_has_a_text_of_a_client() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(messages=[{"role": "user", "content": "secret-plan"}], user="someone-private")
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(
+            messages=[{"role": "user", "content": "secret-plan"}], user="someone-private"
+        )
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
         assert exchange.status == 200

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from app.disconnect import DisconnectWatch, Receive, Scope, Send
-from tests.app.web import HELLO, Exchange, Web, run
-
-
-def end_of(web: Web, request_id: str = "chatcmpl-1") -> tuple[str, str]:
-    state = web.records.state(request_id)
-    assert state is not None
-    return state.state, state.reason
+from tests.app.web import BODY, Exchange, Web, end_of, run
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -34,9 +28,7 @@ def test_leaving_while_queued_cancels_and_the_request_can_never_start(stream: bo
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_during_prefill_makes_the_next_append_refused(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=stream)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=stream)
         exchange.leave()
         await web.settle()
         assert end_of(web) == ("cancelled", "disconnect")
@@ -48,9 +40,7 @@ def test_leaving_during_prefill_makes_the_next_append_refused(stream: bool) -> N
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_mid_decode_cancels_without_another_token(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=stream)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=stream)
         worker.append("chatcmpl-1", 0, 101, 102)
         await web.turn()
         exchange.leave()
@@ -64,9 +54,7 @@ def test_leaving_mid_decode_cancels_without_another_token(stream: bool) -> None:
 
 def test_leaving_after_the_end_changes_nothing() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody waits for the client any more"
@@ -162,9 +150,7 @@ def test_a_cancel_that_redis_did_not_take_is_tried_again() -> None:
 @pytest.mark.parametrize("outlet", [False, True])
 def test_a_client_that_does_not_read_falls_back_and_catches_up_from_redis(outlet: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         exchange.stop_reading()
         for index in range(100):
             worker.append("chatcmpl-1", index, 100 + index)
@@ -186,9 +172,7 @@ def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         exchange.stop_reading()
         worker.append("chatcmpl-1", 0, 101)
         await web.turn()
@@ -209,9 +193,7 @@ def test_a_client_that_does_not_read_is_dropped_and_cancelled_at_the_stall_limit
 
 def test_a_client_that_reads_slowly_but_reads_is_kept() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         for index in range(10):
             exchange.stop_reading()
             worker.append("chatcmpl-1", index, 101)
@@ -253,9 +235,7 @@ def test_the_watch_passes_on_what_is_not_http() -> None:
 
 def test_a_client_that_comes_while_another_ones_leave_is_not_told_yet_keeps_the_answer() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        first = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, first = await web.claimed_chat(stream=True)
         web.server.connected = False
         first.leave()
         await web.settle()
@@ -273,9 +253,7 @@ def test_a_client_that_comes_while_another_ones_leave_is_not_told_yet_keeps_the_
 
 def test_a_client_that_comes_while_another_one_is_being_left_keeps_the_answer() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        first = await web.post({"model": "scripted", "messages": HELLO, "stream": True}, idempotency_key="k")
-        worker.claim("chatcmpl-1")
+        _, first = await web.claimed_post({**BODY, "stream": True}, idempotency_key="k")
         closer = web.app._closer
         detach = web.records.detach
 
@@ -294,11 +272,8 @@ def test_a_client_that_comes_while_another_one_is_being_left_keeps_the_answer() 
 @pytest.mark.parametrize("outlet", [False, True])
 def test_a_client_that_reads_several_choices_late_gets_all_of_them(outlet: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, n=3)
+        worker, exchange = await web.claimed_choices(3, stream=True)
         ids = ["chatcmpl-1", "chatcmpl-1.1", "chatcmpl-1.2"]
-        for request_id in ids:
-            worker.claim(request_id)
         exchange.stop_reading()
         for index in range(60):
             for number, request_id in enumerate(ids):

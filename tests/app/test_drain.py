@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 import pytest
 from redis.exceptions import TimeoutError
 
-from tests.app.web import HELLO, MODEL, Web, run
+from tests.app.web import Web, end_of, run
 
 
 def test_new_requests_are_refused_while_draining() -> None:
@@ -28,9 +27,7 @@ def test_new_requests_are_refused_while_draining() -> None:
 
 def test_an_answer_that_ends_within_the_budget_ends_as_ever() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         drain = asyncio.ensure_future(web.app.drain(budget_s=60))
         await web.settle()
         assert not drain.done()
@@ -44,18 +41,14 @@ def test_an_answer_that_ends_within_the_budget_ends_as_ever() -> None:
 
 def test_a_stream_that_does_not_end_in_time_gets_an_error_event_and_is_cancelled() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         worker.append("chatcmpl-1", 0, 101)
         await web.turn()
         await web.app.drain(budget_s=0)
         await web.settle()
         assert exchange.events[-1][1]["error"]["code"] == "shutting_down"
         assert exchange.is_over
-        state = web.records.state("chatcmpl-1")
-        assert state is not None
-        assert (state.state, state.reason) == ("cancelled", "disconnect")
+        assert end_of(web) == ("cancelled", "disconnect")
 
     run(test)
 
@@ -63,7 +56,6 @@ def test_a_stream_that_does_not_end_in_time_gets_an_error_event_and_is_cancelled
 def test_a_stream_that_was_being_accepted_when_the_drain_ended_gets_an_error_event_too() -> None:
     async def test(web: Web) -> None:
         web.worker()
-        body = orjson.dumps({"model": MODEL, "messages": HELLO, "stream": True})
         submit = web.submitter.submit
 
         def submit_while_it_drains(*args: Any, **options: Any) -> Any:
@@ -73,12 +65,10 @@ def test_a_stream_that_was_being_accepted_when_the_drain_ended_gets_an_error_eve
             return submit(*args, **options)
 
         web.submitter.submit = submit_while_it_drains  # type: ignore[method-assign]
-        exchange = await web.post(body)
+        exchange = await web.chat(stream=True)
         assert exchange.events[-1][1]["error"]["code"] == "shutting_down"
         assert exchange.is_over
-        state = web.records.state("chatcmpl-1")
-        assert state is not None
-        assert (state.state, state.reason) == ("cancelled", "disconnect")
+        assert end_of(web) == ("cancelled", "disconnect")
 
     run(test)
 

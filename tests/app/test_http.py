@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from app.text_edge import scripted_text_edge
-from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web, run
+from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web, end_of, run
 
 
 def test_a_whole_answer_has_text_reason_usage_and_fingerprint() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat()
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat()
         worker.append("chatcmpl-1", 0, 101, 102, cached=16)
         await web.turn()
         assert not exchange.is_over
@@ -97,14 +95,10 @@ def test_max_completion_tokens_wins_over_max_tokens() -> None:
 
 def test_a_stop_string_ends_the_answer_before_it_and_closes_the_request() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stop=["2><10"])
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stop=["2><10"])
         worker.append("chatcmpl-1", 0, 101, 102, 103, 104, cached=5)
         await web.turn()
-        state = web.records.state("chatcmpl-1")
-        assert state is not None
-        assert (state.state, state.reason) == ("finished", "stop")
+        assert end_of(web) == ("finished", "stop")
         await web.turn()
         choice = exchange.json["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("<101><10", "stop")
@@ -117,9 +111,7 @@ def test_a_stop_string_ends_the_answer_before_it_and_closes_the_request() -> Non
 
 def test_the_length_limit_is_the_finish_reason() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(max_tokens=1)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(max_tokens=1)
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
         assert exchange.json["choices"][0]["finish_reason"] == "length"
@@ -131,9 +123,7 @@ def test_the_length_limit_is_the_finish_reason() -> None:
 @pytest.mark.parametrize(("reason", "status"), [("engine_error", 500), ("poison", 500), ("no_worker", 503)])
 def test_a_failed_generation_is_an_error_response(reason: str, status: int) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat()
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat()
         worker.append("chatcmpl-1", 0, 101, end=reason)
         await web.turn()
         assert exchange.status == status
@@ -146,15 +136,11 @@ def test_a_failed_generation_is_an_error_response(reason: str, status: int) -> N
 
 def test_a_lost_stream_is_an_error_response_and_cancels_the_request() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat()
-        worker.claim("chatcmpl-1")
+        _, exchange = await web.claimed_chat()
         web.redis.xadd("tf:{chatcmpl-1}:out", {"x": "y"}, id="0-1")
         await web.turn()
         assert (exchange.status, exchange.error["code"]) == (503, "stream_lost")
-        state = web.records.state("chatcmpl-1")
-        assert state is not None
-        assert (state.state, state.reason) == ("cancelled", "disconnect")
+        assert end_of(web) == ("cancelled", "disconnect")
 
     run(test)
 

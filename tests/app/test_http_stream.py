@@ -9,7 +9,7 @@ from typing import Any
 from app.templates import ChatFormat
 from app.text_edge import TextEdge
 from tests.app import web as by_hand
-from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web
+from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web, end_of
 
 USAGE = {"include_usage": True}
 
@@ -34,9 +34,7 @@ def bytes_edge() -> TextEdge:
 
 def test_a_stream_is_role_text_one_finish_reason_usage_and_done() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, stream_options=USAGE)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True, stream_options=USAGE)
         worker.append("chatcmpl-1", 0, 101, cached=3)
         await web.turn()
         worker.append("chatcmpl-1", 1, 102, EOS, end="stop", cached=3)
@@ -88,9 +86,7 @@ def test_a_stream_is_declared_as_events_that_nobody_may_keep_back() -> None:
 
 def test_without_include_usage_no_chunk_has_a_usage_key() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         worker.append("chatcmpl-1", 0, 101, end="length")
         await web.turn()
         assert len(exchange.chunks) == 3
@@ -102,9 +98,7 @@ def test_without_include_usage_no_chunk_has_a_usage_key() -> None:
 
 def test_the_role_is_in_the_first_chunk_only() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         worker.append("chatcmpl-1", 0, 101)
         await web.turn()
         worker.append("chatcmpl-1", 1, 102, end="length")
@@ -117,9 +111,7 @@ def test_the_role_is_in_the_first_chunk_only() -> None:
 
 def test_tokens_that_arrive_together_are_one_chunk() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         for index in range(5):
             worker.append("chatcmpl-1", index, 100 + index)
         await web.turn()
@@ -131,9 +123,7 @@ def test_tokens_that_arrive_together_are_one_chunk() -> None:
 
 def test_half_a_character_waits_for_its_rest_and_text_before_it_does_not() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         emoji = "😀".encode()
         worker.append("chatcmpl-1", 0, ord("h"), ord("i"), *emoji[:2])
         await web.turn()
@@ -150,9 +140,7 @@ def test_half_a_character_waits_for_its_rest_and_text_before_it_does_not() -> No
 
 def test_line_separators_in_the_text_do_not_break_the_framing() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         text = 'a\n\r\n\u2028data: x\n\nid: 9\r\x00"\\'
         worker.append("chatcmpl-1", 0, *text.encode(), end="length")
         await web.turn()
@@ -163,17 +151,13 @@ def test_line_separators_in_the_text_do_not_break_the_framing() -> None:
 
 def test_nothing_of_a_stop_string_is_sent() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, stop=["2><103", "zzz"], stream_options=USAGE)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True, stop=["2><103", "zzz"], stream_options=USAGE)
         worker.append("chatcmpl-1", 0, 101, 102)
         await web.turn()
         assert exchange.text == "<101><10"
         worker.append("chatcmpl-1", 2, 103, 104)
         await web.turn()
-        state = web.records.state("chatcmpl-1")
-        assert state is not None
-        assert (state.state, state.reason) == ("finished", "stop")
+        assert end_of(web) == ("finished", "stop")
         await web.turn()
         assert exchange.text == "<101><10"
         assert exchange.chunks[-2]["choices"][0]["finish_reason"] == "stop"
@@ -185,9 +169,7 @@ def test_nothing_of_a_stop_string_is_sent() -> None:
 
 def test_text_held_back_for_a_stop_string_is_sent_at_the_end() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, stop=["2><103"])
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True, stop=["2><103"])
         worker.append("chatcmpl-1", 0, 101, 102, end="length")
         await web.turn()
         assert exchange.text == "<101><102>"
@@ -198,9 +180,7 @@ def test_text_held_back_for_a_stop_string_is_sent_at_the_end() -> None:
 
 def test_a_stop_string_and_the_end_in_one_batch_make_one_clean_end() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, stop="<102>")
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True, stop="<102>")
         worker.append("chatcmpl-1", 0, 101, 102, 103, end="length")
         await web.turn()
         assert exchange.text == "<101>"
@@ -225,9 +205,7 @@ def test_the_worker_is_named_in_a_comment_at_the_end() -> None:
 
 def test_a_failure_after_the_first_byte_is_an_error_event_and_no_clean_end() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, stream_options=USAGE)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True, stream_options=USAGE)
         worker.append("chatcmpl-1", 0, 101)
         await web.turn()
         worker.append("chatcmpl-1", 1, 102, end="engine_error")
@@ -274,9 +252,7 @@ def test_two_streams_do_not_mix() -> None:
 
 def test_tokens_take_the_outlet_and_the_rest_does_not() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         worker.append("chatcmpl-1", 0, 101)
         await web.turn()
         worker.append("chatcmpl-1", 1, 102)

@@ -9,26 +9,30 @@ import pytest
 from redis.exceptions import TimeoutError
 
 from app.api_keys import KeyFile
-from tests.app.web import HELLO, MODEL, Web, run
+from tests.app.web import BODY, ID, MODEL, Web, end_of, run
 
-ID = "chatcmpl-1"
-BODY = {"model": MODEL, "messages": HELLO}
 KEY = {"idempotency_key": "k1"}
 
 
-def end_of(web: Web, request_id: str = ID) -> tuple[str, str]:
-    state = web.records.state(request_id)
-    assert state is not None
-    return state.state, state.reason
+async def post_and_leave(web: Web) -> None:
+    web.worker()
+    exchange = await web.post(BODY, **KEY)
+    exchange.leave()
+    await web.settle()
+
+
+def waited_for_ms(web: Web) -> int:
+    """A time at which a client that leaves now has been waited for."""
+    redis: Any = web.redis
+    now_s: int = redis.time()[0]
+    return (now_s + 11) * 1000
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_same_request_joins_the_first_one_from_its_start(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
         body = {**BODY, "stream": stream}
-        first = await web.post(body, **KEY)
-        worker.claim(ID)
+        worker, first = await web.claimed_post(body, **KEY)
         worker.append(ID, 0, 101)
         await web.turn()
         other = Web(beside=web)
@@ -51,9 +55,7 @@ def test_the_same_request_joins_the_first_one_from_its_start(stream: bool) -> No
 
 def test_after_the_end_the_answer_is_given_again() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        first = await web.post(BODY, **KEY)
-        worker.claim(ID)
+        worker, first = await web.claimed_post(BODY, **KEY)
         worker.append(ID, 0, 101, end="length")
         await web.turn()
         second = await web.post(BODY, **KEY)
@@ -100,10 +102,8 @@ def test_a_key_that_is_none_is_400_and_named(key: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_lost_its_connection_joins_its_first_request_when_it_comes_again(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
         body = {**BODY, "stream": stream}
-        first = await web.post(body, **KEY)
-        worker.claim(ID)
+        worker, first = await web.claimed_post(body, **KEY)
         worker.append(ID, 0, 101)
         await web.turn()
         first.leave()
@@ -112,22 +112,18 @@ def test_a_client_that_lost_its_connection_joins_its_first_request_when_it_comes
         second = await web.post(body, **KEY)
         worker.append(ID, 1, 102, end="length")
         await web.turn()
-        text = second.text if stream else second.json["choices"][0]["message"]["content"]
-        assert text == "<101><102>"
+        assert second.content(stream) == "<101><102>"
 
     run(test)
 
 
 def test_a_client_that_never_comes_again_is_waited_for_and_then_its_request_ends() -> None:
     async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.post(BODY, **KEY)
-        exchange.leave()
-        await web.settle()
+        await post_and_leave(web)
         assert end_of(web) == ("offered", "")
         redis: Any = web.redis
         [(_, due_ms)] = redis.zrange("tf:due", 0, -1, withscores=True)
-        later_ms = (redis.time()[0] + 11) * 1000
+        later_ms = waited_for_ms(web)
         assert due_ms <= later_ms
         web.records.look(ID, False, later_ms)
         assert end_of(web) == ("cancelled", "disconnect")
@@ -138,10 +134,8 @@ def test_a_client_that_never_comes_again_is_waited_for_and_then_its_request_ends
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_request_is_generated_anew_when_it_comes_again(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
         body = {**BODY, "stream": stream}
-        first = await web.post(body, **KEY)
-        worker.claim(ID)
+        worker, first = await web.claimed_post(body, **KEY)
         web.records.close(ID, "failed", "engine_error", "broken")
         await web.turn()
         if not stream:
@@ -151,8 +145,7 @@ def test_a_failed_request_is_generated_anew_when_it_comes_again(stream: bool) ->
         worker.claim("chatcmpl-2")
         worker.append("chatcmpl-2", 0, 101, end="length")
         await web.turn()
-        text = second.text if stream else second.json["choices"][0]["message"]["content"]
-        assert text == "<101>"
+        assert second.content(stream) == "<101>"
         third = await web.post(body, **KEY)
         await web.turn()
         assert third.headers["x-request-id"] == "chatcmpl-2"
@@ -162,12 +155,8 @@ def test_a_failed_request_is_generated_anew_when_it_comes_again(stream: bool) ->
 
 def test_a_request_that_ended_for_want_of_its_client_is_generated_anew() -> None:
     async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.post(BODY, **KEY)
-        exchange.leave()
-        await web.settle()
-        redis: Any = web.redis
-        web.records.look(ID, False, (redis.time()[0] + 11) * 1000)
+        await post_and_leave(web)
+        web.records.look(ID, False, waited_for_ms(web))
         assert end_of(web) == ("cancelled", "disconnect")
         await web.post(BODY, **KEY)
         assert end_of(web, "chatcmpl-2") == ("offered", "")
@@ -215,10 +204,8 @@ def test_a_request_that_reaches_redis_after_its_client_was_told_of_the_failure_i
 
 def test_a_request_in_the_background_is_joined_too() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
         body = {**BODY, "background": True}
-        await web.post(body, **KEY)
-        worker.claim(ID)
+        worker, _ = await web.claimed_post(body, **KEY)
         worker.append(ID, 0, 101, end="length")
         again = await web.post(body, **KEY)
         assert (again.json["id"], again.json["status"]) == (ID, "completed")

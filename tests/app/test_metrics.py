@@ -141,9 +141,7 @@ def test_a_client_that_leaves_is_an_aborted_request() -> None:
 
 def test_a_stop_string_that_this_process_found_ends_the_request_well() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stop=["<65>"])
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stop=["<65>"])
         worker.append("chatcmpl-1", 0, 65)
         await web.turn()
         await web.turn()
@@ -209,9 +207,7 @@ def test_without_redis_a_scrape_shows_this_process() -> None:
 
 def test_a_client_that_fell_behind_is_a_reread() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_chat(stream=True)
         exchange.stop_reading()
         worker.append("chatcmpl-1", 0, *range(60, 80))
         await web.turn()

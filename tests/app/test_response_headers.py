@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.disconnect import ARRIVED_S
-from tests.app.web import EOS, Exchange, Web, run
+from tests.app.web import BODY, EOS, Exchange, Web, run
 
 
 @pytest.mark.parametrize("given", ["abc-123", "req/1:2.3_4=+", "x" * 128])
@@ -40,11 +40,7 @@ def test_the_time_that_a_response_took_counts_from_the_arrival_of_the_request() 
 
 def test_the_completion_keeps_its_own_id_beside_the_client_s() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.post(
-            {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}, x_request_id="m"
-        )
-        worker.claim("chatcmpl-1")
+        worker, exchange = await web.claimed_post(BODY, x_request_id="m")
         worker.append("chatcmpl-1", 0, EOS, end="stop")
         await web.turn()
         assert exchange.headers["x-request-id"] == "m"
@@ -56,7 +52,7 @@ def test_the_completion_keeps_its_own_id_beside_the_client_s() -> None:
 def test_a_response_says_how_long_it_took() -> None:
     async def test(web: Web) -> None:
         worker = web.worker()
-        exchange = await web.post({"model": "scripted", "messages": [{"role": "user", "content": "x"}]})
+        exchange = await web.chat()
         web.now_s += 1.5
         worker.claim("chatcmpl-1")
         worker.append("chatcmpl-1", 0, EOS, end="stop")

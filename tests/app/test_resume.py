@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.app.web import EOS, MODEL, Web, run
+from tests.app.web import BODY, EOS, ID, Web, end_of, run
 
-ID = "chatcmpl-1"
 PATH = f"/v1/chat/completions/{ID}"
 KEEP = {"x_disconnect": "continue"}
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-
-
-def end_of(web: Web, request_id: str = ID) -> tuple[str, str]:
-    state = web.records.state(request_id)
-    assert state is not None
-    return state.state, state.reason
 
 
 async def left_after_two_tokens(web: Web) -> Any:
     """A streamed answer whose client has gone after "<101><102>", and went on."""
-    worker = web.worker()
-    exchange = await web.post({**BODY, "stream": True, "stream_options": {"include_usage": True}}, **KEEP)
-    worker.claim(ID)
+    body = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
+    worker, exchange = await web.claimed_post(body, **KEEP)
     worker.append(ID, 0, 101)
     await web.turn()
     worker.append(ID, 1, 102)
@@ -192,9 +183,7 @@ def test_a_stream_in_the_background_outlives_its_client() -> None:
 
 def test_a_failed_answer_says_why_and_what_there_is_of_it() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(background=True)
-        worker.claim(ID)
+        worker, _ = await web.claimed_chat(background=True)
         worker.append(ID, 0, 101, end="engine_error")
         known = (await web.get(PATH)).json
         assert (known["status"], known["error"]["code"]) == ("failed", "engine_error")
@@ -206,9 +195,7 @@ def test_a_failed_answer_says_why_and_what_there_is_of_it() -> None:
 
 def test_the_stop_string_of_an_answer_that_nobody_reads_is_seen() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(background=True, stop="<102>", n=2)
-        worker.claim(ID)
+        worker, _ = await web.claimed_chat(background=True, stop="<102>", n=2)
         worker.append(ID, 0, 101)
         await web.turn()
         worker.append(ID, 1, 102)
@@ -221,9 +208,7 @@ def test_the_stop_string_of_an_answer_that_nobody_reads_is_seen() -> None:
 
 def test_a_stop_string_that_nobody_saw_ends_the_answer_when_somebody_looks() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(background=True, stop="<102>")
-        worker.claim(ID)
+        worker, _ = await web.claimed_chat(background=True, stop="<102>")
         worker.append(ID, 0, 101, 102, 103)
         known = (await web.get(PATH)).json
         assert (known["status"], known["choices"][0]["message"]["content"]) == ("completed", "<101>")
@@ -235,9 +220,7 @@ def test_a_stop_string_that_nobody_saw_ends_the_answer_when_somebody_looks() -> 
 
 def test_stopping_ends_every_choice_and_tells_every_reader() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, n=2)
-        worker.claim(ID)
+        worker, exchange = await web.claimed_chat(stream=True, n=2)
         worker.append(ID, 0, 101)
         await web.turn()
         stopped = await web.request("POST", f"{PATH}/cancel")
@@ -255,9 +238,7 @@ def test_stopping_ends_every_choice_and_tells_every_reader() -> None:
 
 def test_stopping_what_is_over_changes_nothing() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(background=True)
-        worker.claim(ID)
+        worker, _ = await web.claimed_chat(background=True)
         worker.append(ID, 0, 101, end="length")
         known = (await web.get(PATH)).json
         stopped = await web.request("POST", f"{PATH}/cancel")
@@ -269,9 +250,7 @@ def test_stopping_what_is_over_changes_nothing() -> None:
 
 def test_one_client_that_leaves_does_not_end_what_another_one_reads() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        first = await web.chat(stream=True)
-        worker.claim(ID)
+        worker, first = await web.claimed_chat(stream=True)
         worker.append(ID, 0, 101)
         await web.turn()
         other = Web(beside=web)

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import orjson
 import pytest
 
 from tests.app.test_http_stream import bytes_edge
 from tests.app.test_http_stream import run as run_both_ways
 from tests.app.test_http_tools import HERMES_EDGE, PARIS, THINKING_EDGE, TOOLS, answered
 from tests.app.test_openapi import matches
-from tests.app.web import EOS, HELLO, MODEL, Exchange, Web, run
+from tests.app.web import EOS, HELLO, ID, MODEL, Exchange, Web, run
 
-ID = "chatcmpl-1"
 PROMPT = list(b"user: hi\nassistant:")
 USAGE = {"include_usage": True}
 
 
 async def complete(web: Web, **fields: Any) -> Exchange:
-    body = orjson.dumps({"model": MODEL, "prompt": "hi", "return_token_ids": True, **fields})
-    return await web.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    return await web.complete(**{"return_token_ids": True, **fields})
 
 
 def ids_in(exchange: Exchange) -> dict[int, list[int]]:
@@ -42,9 +39,7 @@ def prompts_in(exchange: Exchange) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_does_not_ask_for_ids_gets_none(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=stream, return_token_ids=False)
-        worker.claim(ID)
+        worker, exchange = await web.claimed_chat(stream=stream, return_token_ids=False)
         worker.append(ID, 0, 101, end="length")
         await web.turn()
         assert exchange.is_over
@@ -55,9 +50,7 @@ def test_who_does_not_ask_for_ids_gets_none(stream: bool) -> None:
 
 def test_a_stream_begins_with_the_prompt_and_every_token_is_in_it_once() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, return_token_ids=True, stream_options=USAGE)
-        worker.claim(ID)
+        worker, exchange = await web.claimed_chat(stream=True, return_token_ids=True, stream_options=USAGE)
         worker.append(ID, 0, 101)
         await web.turn()
         worker.append(ID, 1, 102, 103)
@@ -99,10 +92,7 @@ def test_a_whole_answer_has_the_prompt_beside_its_choices_and_ids_in_each() -> N
 
 def test_in_a_stream_of_two_choices_each_has_its_own() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, return_token_ids=True, n=2)
-        for choice_id in (ID, f"{ID}.1"):
-            worker.claim(choice_id)
+        worker, exchange = await web.claimed_choices(2, stream=True, return_token_ids=True)
         worker.append(f"{ID}.1", 0, 201)
         await web.turn()
         worker.append(ID, 0, 101, 102, end="length")
@@ -117,17 +107,14 @@ def test_in_a_stream_of_two_choices_each_has_its_own() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_last_id_is_that_of_the_token_which_completes_a_stop_string(stream: bool) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
         options = {"stream_options": USAGE} if stream else {}
-        exchange = await web.chat(stream=stream, return_token_ids=True, stop="BCD", **options)
-        worker.claim(ID)
+        worker, exchange = await web.claimed_chat(stream=stream, return_token_ids=True, stop="BCD", **options)
         for place, token in enumerate(b"ABxBC"):
             worker.append(ID, place, token)
             await web.turn()
         worker.append(ID, 5, *b"Dyz", end="length")
         await web.turn()
-        text = exchange.text if stream else exchange.json["choices"][0]["message"]["content"]
-        assert text == "ABx"
+        assert exchange.content(stream) == "ABx"
         ids = ids_in(exchange)[0] if stream else exchange.json["choices"][0]["token_ids"]
         assert bytes(ids) == b"ABxBCD"
         last = exchange.chunks[-1] if stream else exchange.json
@@ -138,9 +125,7 @@ def test_the_last_id_is_that_of_the_token_which_completes_a_stop_string(stream: 
 
 def test_ids_of_text_that_is_held_back_come_with_the_next_text_or_with_the_end() -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(stream=True, return_token_ids=True)
-        worker.claim(ID)
+        worker, exchange = await web.claimed_chat(stream=True, return_token_ids=True)
         first, second = "é".encode()
         for place, token in enumerate((65, first, second, first)):
             worker.append(ID, place, token)
@@ -187,9 +172,7 @@ def test_an_answer_that_breaks_off_in_a_call_has_the_ids_of_its_half() -> None:
 @pytest.mark.parametrize("num_seen", range(6))
 def test_the_rest_of_a_stream_has_the_rest_of_the_ids(num_seen: int) -> None:
     async def test(web: Web) -> None:
-        worker = web.worker()
-        first = await web.chat(stream=True, return_token_ids=True, stop="ZZZ", n=1)
-        worker.claim(ID)
+        worker, first = await web.claimed_chat(stream=True, return_token_ids=True, stop="ZZZ", n=1)
         for place, token in enumerate(b"abZc"):
             worker.append(ID, place, token)
             await web.turn()

@@ -31,6 +31,9 @@ from tasks.tracing import OFF, Tracer
 MODEL = "scripted"
 FINGERPRINT = "fp-1"
 HELLO = [{"role": "user", "content": "hi"}]
+BODY = {"model": MODEL, "messages": HELLO}
+ID = "chatcmpl-1"
+"""Of the first chat request of a test."""
 START_S = 1_700_000_000.0
 EOS = SCRIPTED_EOS_TOKEN_ID
 NUM_PROMPT_TOKENS = len("user: hi\nassistant:")
@@ -164,6 +167,11 @@ class Exchange:
     def text(self) -> str:
         """Of a streamed answer with one choice."""
         return self.text_of(0)
+
+    def content(self, stream: bool) -> str:
+        """Of an answer with one choice, streamed or not."""
+        content: str = self.text if stream else self.json["choices"][0]["message"]["content"]
+        return content
 
     def text_of(self, choice: int) -> str:
         shown = [one for chunk in self.chunks for one in chunk.get("choices", ()) if one["index"] == choice]
@@ -299,7 +307,36 @@ class Web:
         return await self.request("GET", path, b"", {k.replace("_", "-"): value for k, value in headers.items()})
 
     async def chat(self, **fields: Any) -> Exchange:
-        return await self.post({"model": MODEL, "messages": HELLO, **fields})
+        return await self.post({**BODY, **fields})
+
+    async def claimed_post(self, body: bytes | dict[str, Any], **headers: str) -> tuple[Worker, Exchange]:
+        """The first chat request of a test, and a worker that has claimed it."""
+        worker = self.worker()
+        exchange = await self.post(body, **headers)
+        worker.claim(ID)
+        return worker, exchange
+
+    async def claimed_chat(self, **fields: Any) -> tuple[Worker, Exchange]:
+        return await self.claimed_post({**BODY, **fields})
+
+    async def claimed_choices(self, n: int, **fields: Any) -> tuple[Worker, Exchange]:
+        """As `claimed_chat`, with every choice claimed."""
+        worker, exchange = await self.claimed_chat(n=n, **fields)
+        for number in range(1, n):
+            worker.claim(f"{ID}.{number}")
+        return worker, exchange
+
+    async def complete(self, **fields: Any) -> Exchange:
+        """A request of the legacy completions."""
+        body = orjson.dumps({"model": MODEL, "prompt": "hi", **fields})
+        return await self.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+
+
+def end_of(web: Web, request_id: str = ID) -> tuple[str, str]:
+    """State and reason of a request that there is."""
+    state = web.records.state(request_id)
+    assert state is not None
+    return state.state, state.reason
 
 
 def run(test: Callable[[Web], Coroutine[Any, Any, None]], **settings: Any) -> None:
