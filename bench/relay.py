@@ -33,6 +33,7 @@ from bench.machine import cpu_s, memory_mb
 from tasks import keys
 from tasks.clients import connect
 from tasks.contract import WorkerInfo, WorkerLoad
+from tasks.publish import Publisher
 from tasks.record import Append, RequestRecords, Terminal
 from tasks.settings import WebSettings
 from tokenferry.cell import free_port
@@ -44,6 +45,7 @@ def produce(url: str, num_streams: int, num_tokens: int, step_ms: float, tokens_
     """A worker: waits for `num_streams` requests, then gives all of them tokens, step by step."""
     redis = connect(url, use="short")
     records = RequestRecords(redis)
+    publisher = Publisher(records, lambda item, result: None, worker="w1")
     info = WorkerInfo("w1", os.getpid(), "h", "cpu", MODEL, "fp", "scripted", 1 << 20, 1 << 12, 1 << 24, 0)
     while True:
         records.heartbeat(info, WorkerLoad(), lease_ms=60_000)
@@ -58,7 +60,8 @@ def produce(url: str, num_streams: int, num_tokens: int, step_ms: float, tokens_
         for index in range(0, num_tokens, tokens_per_step):
             tokens = tuple(100 + (index + number) % 900 for number in range(tokens_per_step))
             end = Terminal("finished", "length") if index + tokens_per_step >= num_tokens else None
-            records.append_many([Append(request_id, 1, index, tokens, 0, end) for request_id in ids])
+            publisher.publish([Append(request_id, 1, index, tokens, 0, end) for request_id in ids])
+            publisher.tick()
             due += step_ms / 1000
             time.sleep(max(0.0, due - time.monotonic()))
 

@@ -1,12 +1,13 @@
-"""One thread that reads every live stream of this web process with one blocking XREAD, for all its subscribers.
+"""One thread that reads all that the subscribers of this web process wait for, with one blocking XREAD.
 
-Owns which streams are read and from where, the order and contiguity of what is handed over, and the bounded window
-of each subscriber. Refuses to know what tokens mean and where they go. A subscriber that does not keep up is taken
-out of the read; once it has emptied its window it is read again from its last entry: Redis is the buffer.
+Owns the reading, and the bounded window of each subscriber. Refuses to know which streams that takes and who gets
+what (`bridge.following`), what tokens mean and where they go. A subscriber that does not keep up is taken out of the
+read; once it has emptied its window it is read again from its last entry: Redis is the buffer.
 
 The thread turns `tick()`; everything that subscribers see happens on the event loop, by one
-`call_soon_threadsafe` a batch. An entry on the control stream (`bridge.waker`) makes a blocked read
-start again with the new list.
+`call_soon_threadsafe` a batch. An entry on the control stream makes a blocked read start again with the new list: a
+wake-up (`bridge.waker`), or the notice that a request has ended or was moved, whose own stream must be read now.
+Should a notice be lost, the heartbeat finds what it told: it reads the own streams of all.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from bridge.feeds import Batch, Feed, deliver, layers_of
+from bridge.following import Following
 from bridge.history import History
 from bridge.subscription import StreamLost, Subscription, Waiting
 from bridge.waker import Waker
 from bridge.xread import Entries, Xread
 from tasks import keys
-from tasks.contract import ContractError, decode_entry
+from tasks.contract import ContractError
 from tasks.metrics import RECONNECTS, REREADS, Meter
 from tasks.record import READER_LEASE_MS
 
@@ -86,9 +88,7 @@ class Reader:
         self._control_position = b"0-0"
         # The loop appends, the thread takes: True adds the feed, False removes it.
         self._changes: deque[tuple[bool, Feed]] = deque()
-        self._feeds: dict[Feed, None] = {}
-        # Each layer is one XREAD. The first holds each stream once; a second reader of a stream is in the next.
-        self._layers: list[dict[bytes, Feed]] = [{}]
+        self._following = Following()
         self._wake_pending = False
         self._last_heartbeat_s = float("-inf")
         self._outage_since_s: float | None = None
@@ -100,7 +100,7 @@ class Reader:
     @property
     def num_feeds(self) -> int:
         """Subscribers that were in the last read."""
-        return len(self._feeds)
+        return len(self._following.feeds)
 
     def subscribe(
         self, request_id: str, after_index: int = -1, waiting: Waiting | None = None, num_sharing: int = 1
@@ -156,21 +156,15 @@ class Reader:
 
     def tick(self, now_s: float) -> bool:
         """One read of everything, handed over. False when Redis could not be reached. `now_s` is monotonic time."""
-        fresh = self._take_changes()
+        self._take_changes()
         batch: Batch = []
         try:
             if now_s - self._last_heartbeat_s >= self._heartbeat_s:
-                if not self._lease.reader_heartbeat(self.reader_id, self._lease_ms) and self._feeds:
-                    # The lease was over: what was only waiting for a reader must know that it still has one.
-                    self._lease.attach([feed.subscription.request_id for feed in self._feeds], self.reader_id)
-                self._fail_vanished()
+                self._beat()
                 self._last_heartbeat_s = now_s
-            self._read(batch, block=not (fresh and len(self._layers) > 1))
-            if self._block_ms is not None and 0 < len(batch) < len(self._feeds) / 2:
-                # PERF: a step of the engine appends to all its streams one after the other, and the read returns at
-                # the first of them; after the pause the rest is there too, and all of it is handed over at once.
-                time.sleep(self._pace_s)
-                self._read(batch, block=False)
+                self._read_all(batch, is_complete=True)
+            else:
+                self._read_all(batch, is_complete=False)
         except RedisError as error:
             self._note_outage(now_s, error)
             return False
@@ -197,45 +191,78 @@ class Reader:
             if not reached:
                 self._stopping.wait(0.1)
 
-    def _take_changes(self) -> bool:
+    def _take_changes(self) -> None:
         self._wake_pending = False
-        changed = False
         while self._changes:
             is_added, feed = self._changes.popleft()
             if is_added:
-                self._feeds[feed] = None
+                self._following.add(feed)
             else:
-                self._feeds.pop(feed, None)
-            changed = True
-        if changed:
-            self._layers = layers_of(self._feeds)
-        return changed
+                self._following.remove(feed)
 
-    def _read(self, batch: Batch, block: bool) -> None:
-        for number, layer in enumerate(self._layers):
+    def _read_all(self, batch: Batch, is_complete: bool) -> None:
+        """`is_complete`: the own streams of those that are live, too."""
+        is_changed = self._following.arrange()
+        if is_complete and self._following.has_live:
+            self._read(layers_of(self._following.feeds), batch, block=False)
+            return
+        layers = self._following.layers
+        has_logged = self._read(layers, batch, block=not (is_changed and len(layers) > 1))
+        num_read = sum(map(len, layers))
+        if self._block_ms is not None and not has_logged and 0 < len(batch) < num_read / 2:
+            # PERF: without a log a step of the engine appends to all its streams one after the other, and the read
+            # returns at the first of them; after the pause the rest is there too, and is handed over at once.
+            time.sleep(self._pace_s)
+            self._following.arrange()
+            self._read(self._following.layers, batch, block=False)
+
+    def _read(self, layers: Sequence[dict[bytes, Feed]], batch: Batch, block: bool) -> bool:
+        """True if a log has brought something.
+
+        Of one reply, first what has ended, then what the requests' own streams have, then the logs: as listed.
+        """
+        has_logged = False
+        for number, layer in enumerate(layers):
             positions = {key: feed.position for key, feed in layer.items()}
             if number == 0:
-                positions[self._control] = self._control_position
+                positions = {self._control: self._control_position, **positions, **self._following.logs()}
             block_ms = self._block_ms if block and number == 0 else None
             for key, entries in self._xread.read(positions, block_ms):
                 if key == self._control:
-                    self._control_position = entries[-1][0]
+                    self._take_control(entries)
                 elif (feed := layer.get(key)) is not None:
-                    self._decode(feed, entries, batch)
+                    self._take_out(feed, entries, batch)
+                else:
+                    batch += self._following.take_log(key, entries)
+                    has_logged = True
+        return has_logged
 
-    def _decode(self, feed: Feed, entries: Entries, batch: Batch) -> None:
+    def _take_control(self, entries: Entries) -> None:
+        self._control_position = entries[-1][0]
+        over = {keys.out(fields[1].decode()).encode() for _, fields in entries if fields[0] == b"o"}
+        if over:
+            self._following.attempt_over(over)
+
+    def _take_out(self, feed: Feed, entries: Entries, batch: Batch) -> None:
         try:
-            events = [decode_entry(entry, _by_name(fields)) for entry, fields in entries]
+            events = self._following.take_out(feed, entries)
         except ContractError as error:
             logger.error("%s unreadable entry: %s", feed.subscription.request_id, error)
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))
             return
-        feed.position = entries[-1][0]
-        batch.append((feed, events, feed.position))
+        if events:
+            batch.append((feed, events, feed.position))
+
+    def _beat(self) -> None:
+        feeds = self._following.feeds
+        if not self._lease.reader_heartbeat(self.reader_id, self._lease_ms) and feeds:
+            # The lease was over: what was only waiting for a reader must know that it still has one.
+            self._lease.attach([feed.subscription.request_id for feed in feeds], self.reader_id)
+        self._fail_vanished()
 
     def _fail_vanished(self) -> None:
         """A record that is gone (Redis lost its data, or it expired) will never end: its readers are told now."""
-        feeds = list(self._feeds)
+        feeds = list(self._following.feeds)
         if not feeds:
             return
         pipeline = self._short.pipeline(transaction=False)
@@ -254,21 +281,15 @@ class Reader:
 
     def _fail_all(self, error: StreamLost) -> None:
         self._take_changes()
-        self._fail(list(self._feeds), error)
+        self._fail(list(self._following.feeds), error)
 
     def _fail(self, feeds: Iterable[Feed], error: StreamLost) -> None:
         for feed in feeds:
-            self._feeds.pop(feed, None)
+            self._following.remove(feed)
             self.loop.call_soon_threadsafe(feed.subscription.fail, error)
-        self._layers = layers_of(self._feeds)
 
     def _wake(self) -> None:
         if self._wake_pending or self._block_ms is None:
             return
         self._wake_pending = True
         self._waker.wake()
-
-
-def _by_name(fields: list[bytes]) -> dict[bytes, bytes]:
-    # PERF: nearly every entry has one field; slices and a zip would cost a tenth of decoding it.
-    return {fields[0]: fields[1]} if len(fields) == 2 else dict(zip(fields[::2], fields[1::2], strict=True))

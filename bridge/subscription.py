@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tasks.contract import StreamEvent, TerminalEvent, TokenEvent
 
 if TYPE_CHECKING:
-    from bridge.feeds import Feed
+    from bridge.feeds import Feed, Source
     from bridge.reader import Reader
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class Subscription:
         """`waiting`, and the reader's window, are shared by `num_sharing` subscriptions of the same task."""
         self.request_id = request_id
         self.next_index = after_index + 1
+        self.source: Source | None = None
+        """Of the reader's thread: what the next feed of this subscription follows from its beginning."""
         self._reader = reader
         self._window = max(1, reader.window // num_sharing)
         self._waiting = Waiting(reader.loop) if waiting is None else waiting

@@ -7,7 +7,7 @@ that is damaged, raises `ContractError`: it is never guessed at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from struct import Struct
 from typing import Any, Literal
@@ -140,6 +140,20 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
     )
 
 
+def pack_step(tokens: Sequence[tuple[int, int, int]]) -> bytes:
+    """An entry of a worker's log: (slot, index, token id) each, twelve bytes, little endian."""
+    return pack_tokens([number for token in tokens for number in token])
+
+
+def unpack_step(data: bytes) -> Iterable[tuple[int, int, int]]:
+    """(slot, index, token id) each. Raises ContractError."""
+    if len(data) % _STEP_BYTES:
+        raise ContractError(f"step: {len(data)} bytes is not a multiple of {_STEP_BYTES}")
+    numbers = unpack_tokens(data)
+    return zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+
+
+_STEP_BYTES = 12
 _LOGPROB = Struct("<f")
 _TOP = Struct("<If")
 
@@ -171,9 +185,25 @@ def entry_id(index: int, attempt: int) -> str:
     return f"{index + 1}-{attempt}"
 
 
+def pack_source(worker: str, slot: int) -> bytes:
+    """As the append script writes it: where the tokens after an entry are."""
+    return slot.to_bytes(4, "little") + worker.encode()
+
+
+def unpack_source(data: bytes) -> tuple[str, int]:
+    """(worker, slot). Raises ContractError."""
+    try:
+        worker = data[4:].decode()
+    except UnicodeDecodeError as error:
+        raise ContractError(f"source: {data!r} names no worker") from error
+    if not worker:
+        raise ContractError(f"source: {data!r} names no worker")
+    return worker, int.from_bytes(data[:4], "little")
+
+
 def decode_entry(entry: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
-    """One stream entry to its event. Token entries hold field `t`, and `l` with log probabilities; the terminal entry
-    holds field `e`.
+    """One stream entry to its event. Token entries hold field `t`, and `l` with log probabilities, and `s`
+    (`pack_source`) where those after it are in a log first; the terminal entry holds field `e`.
 
     Raises ContractError.
     """

@@ -48,6 +48,7 @@ class Publishing(Protocol):
     """What the loop needs of `tasks.publish.Publisher`."""
 
     def publish(self, appends: Sequence[Append]) -> None: ...
+    def forget(self, request_id: str, attempt: int) -> None: ...
     def wait_published(self, timeout_s: float) -> bool: ...
 
 
@@ -195,6 +196,7 @@ class EngineLoop:
             handle = self._live.pop(sequence_id, None)
             self._changed.notify_all()
         if handle is not None:
+            self.publisher.forget(handle.job.request_id, handle.attempt)
             handle.settle(outcome)
             self._metrics.over(handle.job, handle.attempt, outcome, handle.times)
 

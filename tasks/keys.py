@@ -22,9 +22,11 @@ Main database (N):
 | tf:lately:<model>        | string | leave, by the watchdog     | submit                | LATELY_MS               |
 | tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s            |
 | tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave     |
+| tf:worker:<wid>:steps    | stream | append                     | bridge reader, ends   | STEPS_TTL_MS, KEPT      |
+| tf:worker:<wid>:rev      | string | append, ends, re-offers    | append                | STEPS_TTL_MS            |
 | tf:readers               | zset   | reader_heartbeat, attach   | watchdog              | 24 h; members leave     |
 | tf:reader:<rid>:open     | set    | submit, attach, ends       | watchdog              | 24 h; members leave     |
-| tf:control:<rid>         | stream | the reader itself          | the reader itself     | 24 h, one entry         |
+| tf:control:<rid>         | stream | the reader, ends, re-offers | the reader itself    | 24 h, CONTROL_KEPT      |
 | tf:events                | stream | the scripts                | recorder, dashboard   | last KEPT_EVENTS stay   |
 | tf:events:generation     | string | recorder                   | recorder              | for ever, one           |
 | tf:metrics:<process>     | string | every process              | web, for a scrape     | 60 s after the last     |
@@ -70,6 +72,8 @@ WORKERS = "tf:workers:%s"
 LATELY = "tf:lately:%s"
 WORKER = "tf:worker:%s"
 HELD = "tf:worker:%s:held"
+STEPS = "tf:worker:%s:steps"
+REV = "tf:worker:%s:rev"
 READERS = "tf:readers"
 READER_OPEN = "tf:reader:%s:open"
 CONTROL = "tf:control:%s"
@@ -103,6 +107,15 @@ MAX_TRIMMED = 100
 LATELY_MS = 5_000
 """How long after the lease of the last worker has lapsed a model still takes requests: all may have been held up for
 the length of a lease. One that has left, or whose supervisor saw it die, does not count."""
+STEPS_KEPT = 64
+"""How many steps the log of a worker has: more than `tasks.step_log` lets pass without a flush, so that what is gone
+from it is in the streams of the requests."""
+STEPS_TTL_MS = 3_600_000
+"""Of a log to which nothing is added."""
+CONTROL_KEPT = 1_000
+"""About so many wake-ups and notices wait for a reader; what it misses beyond them it finds within a second."""
+CONTROL_TTL_MS = 86_400_000
+"""A process that is killed leaves its control stream behind."""
 CLAIMS_BUCKET_MS = 5_000
 """How many milliseconds of claims are counted in one key."""
 
@@ -154,6 +167,16 @@ def worker(worker_id: str) -> str:
 
 def held(worker_id: str) -> str:
     return HELD % worker_id
+
+
+def steps(worker_id: str) -> str:
+    """The log of a worker: the tokens of its last engine steps, an entry for each step."""
+    return STEPS % worker_id
+
+
+def worker_rev(worker_id: str) -> str:
+    """Another number whenever something that the worker holds has ended or was moved."""
+    return REV % worker_id
 
 
 def reader_open(reader_id: str) -> str:
@@ -223,7 +246,7 @@ def lua_constants() -> str:
     """The templates and limits above as Lua locals, put before every script."""
     names = (
         "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS LATELY WORKER"
-        " HELD READERS READER_OPEN EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
+        " HELD STEPS REV READERS READER_OPEN CONTROL EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
     )
     numbers = (
         "MAX_EVENTS",
@@ -233,6 +256,10 @@ def lua_constants() -> str:
         "MAX_WAKE_TOKENS",
         "WAKE_TOKENS_AGAIN",
         "WAKE_TTL_MS",
+        "STEPS_KEPT",
+        "STEPS_TTL_MS",
+        "CONTROL_KEPT",
+        "CONTROL_TTL_MS",
     )
     lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
     lines += [f"local {name} = {globals()[name]}" for name in numbers]

@@ -5,7 +5,7 @@ Owns the types and their meaning. Refuses to know how anything is asked: that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -112,6 +112,28 @@ class Refused:
 
 
 AppendResult = Appended | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """What a worker that has a log says of one engine step, beside the appends to the requests' own streams."""
+
+    worker: str
+    rev: str
+    """The last that it was told; another one means that something it holds has ended or was moved."""
+    number: int
+    packed: bytes
+    """`contract.pack_step` of the tokens that go into the log only."""
+    slots: Mapping[tuple[str, int], int]
+    """Of the appends after which the tokens of their attempt (request id, attempt) may go into the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    rev: str
+    is_undisturbed: bool
+    """`LoggedStep.rev` was the right one: its tokens are in the log. Otherwise nothing of them was written."""
+    results: Sequence[AppendResult]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,23 @@
 """Publishing: the tokens of each engine step go to Redis in one script, while the next step runs.
 
-Owns what has been computed and not yet appended, and the sending again while Redis is away (the same entries: a
-re-sent append adds nothing). Refuses to know about the engine: it tells `settle` what became of each append. A
-bounded number of steps may be unpublished; then `publish` blocks, and with it the engine.
+Owns what has been computed and not yet appended, and the sending again while Redis is away (the same call: one that
+is sent again adds nothing). Refuses to know about the engine, which is told by `settle` what became of each append,
+and what goes where (`tasks.step_log`). A bounded number of steps may be unpublished; then `publish` blocks, and with
+it the engine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 
-from tasks.record import Append, AppendResult, RequestRecords
+from tasks.record import Append, AppendResult, Published, RequestRecords
+from tasks.step_log import Key, Plan, StepLog
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +46,15 @@ class Publisher:
         records: RequestRecords,
         settle: Settle,
         *,
+        worker: str,
         max_unpublished_steps: int = MAX_UNPUBLISHED_STEPS,
         pause: Callable[[float], object] | None = None,
     ) -> None:
         """`settle` is called once for each append, on the publisher's thread."""
         self._records = records
         self._settle = settle
+        self._log = StepLog(worker)
+        self._over: deque[Key] = deque()
         self._max_unpublished_steps = max_unpublished_steps
         self._changed = threading.Condition()
         self._pending: dict[tuple[str, int], Append] = {}
@@ -75,6 +81,10 @@ class Publisher:
             self._num_unpublished_steps += 1
             self._changed.notify_all()
 
+    def forget(self, request_id: str, attempt: int) -> None:
+        """Nothing more will be published of this assignment. From any thread."""
+        self._over.append((request_id, attempt))
+
     def wait_published(self, timeout_s: float) -> bool:
         """Wait until everything taken so far is settled. False when the time is over."""
         with self._changed:
@@ -93,9 +103,10 @@ class Publisher:
             num_steps, self._num_pending_steps = self._num_pending_steps, 0
         if not batch:
             return False
+        while self._over:
+            self._log.forget(self._over.popleft())
         try:
-            for item, result in zip(batch, self._send(batch), strict=False):
-                self._settle(item, result)
+            self._publish(self._log.plan(batch))
         finally:
             with self._changed:
                 self._num_unpublished_steps -= num_steps
@@ -120,32 +131,45 @@ class Publisher:
                 with self._changed:
                     self._changed.wait_for(lambda: self._pending or self._stopping.is_set())
 
-    def _send(self, batch: list[Append]) -> Sequence[AppendResult | Unpublishable]:
-        """One result for each; none when the worker stops before Redis is back."""
+    def _publish(self, plan: Plan) -> None:
+        published = self._send(plan)
+        if published is None:
+            return
+        for item, result in self._log.take(plan, published):
+            self._settle(item, result)
+        if plan.logged and not published.is_undisturbed:
+            self._publish(self._log.plan_unlogged(plan))
+
+    def _send(self, plan: Plan) -> Published | None:
+        """None when everything is settled already, and when the worker stops before Redis is back."""
         pause_s = FIRST_PAUSE_S
         num_failures = 0
         while True:
             try:
-                results = self._records.append_many(batch)
+                published = self._records.publish(plan.appends, plan.step)
             except RedisError as error:
                 if isinstance(error, ResponseError) and not isinstance(error, _PASSING):
                     log.error("append refused by Redis, sending one by one: %s", error)
-                    return [self._send_alone(item) for item in batch]
+                    for item in plan.batch:
+                        self._settle(item, self._send_alone(item))
+                    return None
                 num_failures += 1
                 if num_failures == 1:
-                    log.warning("publishing waits for Redis, num_appends=%d: %s", len(batch), error)
+                    log.warning("publishing waits for Redis, num_appends=%d: %s", len(plan.batch), error)
             else:
                 if num_failures:
                     log.info("publishing goes on after %d failures", num_failures)
-                return results
+                return published
             if self._stopping.is_set():
-                return []
+                return None
             self._pause(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _send_alone(self, item: Append) -> AppendResult | Unpublishable:
+        whole = self._log.unlogged(item)
+        self._log.forget((item.request_id, item.attempt))
         try:
-            return self._records.append_many([item])[0]
+            return self._records.append_many([whole])[0]
         except RedisError as error:
             log.error("%s attempt=%d: cannot be published: %s", item.request_id, item.attempt, error)
             return Unpublishable(str(error))

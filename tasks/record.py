@@ -41,9 +41,11 @@ from tasks.moves import (
     Claimed,
     Failed,
     Idempotency,
+    LoggedStep,
     Messages,
     Origin,
     Outlook,
+    Published,
     RecordState,
     RefusalReason,
     Refused,
@@ -66,9 +68,11 @@ __all__ = [
     "Claimed",
     "Failed",
     "Idempotency",
+    "LoggedStep",
     "Messages",
     "Origin",
     "Outlook",
+    "Published",
     "RecordState",
     "RefusalReason",
     "Refused",
@@ -320,11 +324,28 @@ class RequestRecords(Leases):
             case _:
                 raise Stale(f"{request_id} attempt {attempt}: {reply[1].decode()}")
 
-    def append_many(self, appends: Sequence[Append], now_ms: int | None = None) -> list[AppendResult]:
-        """Publish the tokens of one engine step, in one script and one round trip; one answer for each, in order."""
-        arguments = [argument for item in appends for argument in _append_arguments(item)]
-        replies = self._scripts.call("append", now_ms, self._active_ttl_ms, self._stream_ttl_ms, *arguments)
-        return [Refused(reply[0].decode()) if isinstance(reply, list) else Appended(int(reply)) for reply in replies]
+    def append_many(self, appends: Sequence[Append], now_ms: int | None = None) -> Sequence[AppendResult]:
+        """Publish tokens into the streams of their requests, in one round trip; one answer for each, in order."""
+        return self.publish(appends, WITHOUT_LOG, now_ms).results
+
+    def publish(self, appends: Sequence[Append], step: LoggedStep, now_ms: int | None = None) -> Published:
+        """The same with a log: also, or only, what goes there (`tasks.step_log` decides). One round trip."""
+        arguments = [argument for item in appends for argument in _append_arguments(item, step)]
+        rev, is_undisturbed, *replies = self._scripts.call(
+            "append",
+            now_ms,
+            self._active_ttl_ms,
+            self._stream_ttl_ms,
+            step.worker,
+            step.rev,
+            step.number,
+            step.packed,
+            *arguments,
+        )
+        results: list[AppendResult] = [
+            Refused(reply[0].decode()) if isinstance(reply, list) else Appended(int(reply)) for reply in replies
+        ]
+        return Published(rev.decode(), bool(is_undisturbed), results)
 
     def release(self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None) -> Outlook:
         """Give an assignment back for another attempt. None when it is not this worker's any more.
@@ -425,9 +446,14 @@ def _submitted_details(jobs: Sequence[GenerationJob], number: int, origin: Origi
     return orjson.dumps({name: value for name, value in told.items() if value})
 
 
-def _append_arguments(item: Append) -> Sequence[Argument]:
+WITHOUT_LOG = LoggedStep("", "", 0, b"", {})
+
+
+def _append_arguments(item: Append, step: LoggedStep) -> Sequence[Argument]:
     tokens = pack_tokens(item.token_ids)
-    start = (item.request_id, f"{item.attempt}/{item.num_cached_tokens}", item.first_index, tokens)
+    slot = step.slots.get((item.request_id, item.attempt))
+    packed_slot = b"" if slot is None else slot.to_bytes(4, "little")
+    start = (item.request_id, f"{item.attempt}/{item.num_cached_tokens}", item.first_index, tokens, packed_slot)
     end = item.terminal
     if end is None and tokens and not item.logprobs:
         return (*start, entry_id(item.first_index, item.attempt), item.first_index + len(item.token_ids))

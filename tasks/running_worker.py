@@ -113,7 +113,7 @@ def start_worker(
     meter = Meter(info.worker)
     metrics = WorkerMetrics(meter, info.model, tracer=tracer)
     loop = EngineLoop(engine, gate, on_fatal=on_fatal, metrics=metrics)
-    publisher = loop.publisher = Publisher(records, loop.settle)
+    publisher = loop.publisher = Publisher(records, loop.settle, worker=info.worker)
     heartbeat = Heartbeat(
         records,
         info,

@@ -8,6 +8,8 @@ for n = 5, #ARGV do
   if is_open and redis.call('HGET', REQUEST:format(id), 'outlives') ~= '1' then
     attach(id, reader, reader_lease, active_ttl)
     redis.call('HDEL', REQUEST:format(id), 'unread_ms')
+  elseif is_open then
+    follow(id, reader)
   end
   replies[#replies + 1] = is_open and 1 or 0
 end

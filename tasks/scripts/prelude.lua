@@ -28,7 +28,7 @@ end
 -- `unread_ms` is nil unless the last reader has left: then, when the request ends unless somebody reads it again.
 local function record(id)
   local flat = redis.call('HMGET', REQUEST:format(id), 'state', 'attempt', 'model', 'worker', 'next_index',
-    'fingerprint', 'losses', 'offered_ms', 'waiting_ms', 'queue', 'class', 'cached', 'unread_ms')
+    'fingerprint', 'losses', 'offered_ms', 'waiting_ms', 'queue', 'class', 'cached', 'unread_ms', 'slot', 'logged')
   if not flat[1] then
     return nil
   end
@@ -39,7 +39,8 @@ local function record(id)
     id = id, state = field(1), attempt = tonumber(flat[2]), model = field(3), worker = field(4),
     next_index = tonumber(flat[5]), fingerprint = field(6), losses = tonumber(flat[7]), offered_ms = tonumber(flat[8]),
     waiting_ms = tonumber(flat[9]), queue = field(10), class = field(11), cached = field(12),
-    unread_ms = tonumber(flat[13] or nil),
+    unread_ms = tonumber(flat[13] or nil), slot = field(14), logged = field(15),
+    was_logged = flat[14] and flat[14] ~= '' or false,
   }
 end
 
@@ -54,6 +55,65 @@ end
 local function is_live(model, worker)
   local lease = redis.call('ZSCORE', WORKERS:format(model), worker)
   return lease and tonumber(lease) > now
+end
+
+-- Tokens of `r` that so far only the log of its worker has: into its own stream, before anything becomes of it.
+local function fold(r)
+  if r.slot == '' then
+    return
+  end
+  local tokens, next_index = {}, r.next_index
+  for _, entry in ipairs(redis.call('XRANGE', STEPS:format(r.worker), '(' .. r.logged, '+')) do
+    local packed = entry[2][2]
+    local at = packed:find(r.slot, 1, true)
+    while at do
+      if at % 12 == 1 then
+        local a, b, c, d = packed:byte(at + 4, at + 7)
+        if a + 256 * (b + 256 * (c + 256 * d)) == next_index then
+          tokens[#tokens + 1] = packed:sub(at + 8, at + 11)
+          next_index = next_index + 1
+        end
+      end
+      at = packed:find(r.slot, at + 1, true)
+    end
+  end
+  if #tokens > 0 then
+    redis.call('XADD', OUT:format(r.id), int(r.next_index + 1) .. '-' .. int(r.attempt), 't', table.concat(tokens))
+    redis.call('HSET', REQUEST:format(r.id), 'next_index', int(next_index))
+    r.next_index = next_index
+  end
+end
+
+-- What is compared for all that a worker holds is not what it was: something of that has ended or was moved. It is no
+-- number that anybody has, not even from a Redis that has lost its last second.
+local function disturb(worker)
+  local rev = worker ~= '' and tonumber(redis.call('GET', REV:format(worker)) or nil)
+  if rev then
+    redis.call('SET', REV:format(worker), int(math.max(now, rev + 1)), 'KEEPTTL')
+  end
+end
+
+-- Readers that follow a log do not see what is added to the stream of `r` itself.
+local function tell_readers(r)
+  if not r.was_logged then
+    return
+  end
+  local readers = redis.call('SMEMBERS', READERS_OF:format(r.id))
+  for reader in (redis.call('HGET', REQUEST:format(r.id), 'followers') or ''):gmatch('%S+') do
+    readers[#readers + 1] = reader
+  end
+  for _, reader in ipairs(readers) do
+    redis.call('XADD', CONTROL:format(reader), 'MAXLEN', '~', CONTROL_KEPT, '*', 'o', r.id)
+    redis.call('PEXPIRE', CONTROL:format(reader), CONTROL_TTL_MS)
+  end
+end
+
+-- `reader` reads `id` too, which outlives its readers: it is to be told, and nothing else depends on it.
+local function follow(id, reader)
+  local followers = redis.call('HGET', REQUEST:format(id), 'followers') or ''
+  if not (followers .. ' '):find(' ' .. reader .. ' ', 1, true) then
+    redis.call('HSET', REQUEST:format(id), 'followers', followers .. ' ' .. reader)
+  end
 end
 
 -- Put a message into one of Dramatiq's queues and wake a consumer for each of `num_tokens`. `place`: the numbers of
@@ -142,22 +202,25 @@ end
 -- The one way a record ends. `ended_by` is the attempt whose own append ended it, '' otherwise. The record knows who
 -- held the request and how much of its prompt was restored from the prefix cache; `terminal` gets it from there.
 local function finish(r, state, reason, terminal, ended_by, stream_ttl)
+  fold(r)
+  disturb(r.worker)
   local entry = cjson.decode(terminal)
   entry.worker = r.worker
   entry.num_cached_tokens = tonumber(r.cached) or 0
   local out, req, readers = OUT:format(r.id), REQUEST:format(r.id), READERS_OF:format(r.id)
   redis.call('XADD', out, int(r.next_index + 1) .. '-' .. int(r.attempt), 'e', cjson.encode(entry))
   redis.call('HSET', req, 'state', state, 'reason', reason, 'ended_ms', int(now), 'ended_by', ended_by)
-  redis.call('HDEL', req, 'job', 'unread_ms', 'fence')
   redis.call('ZREM', DUE, r.id)
   redis.call('ZREM', WAITING:format(r.model, r.class), r.id)
   if r.worker ~= '' then
     redis.call('SREM', HELD:format(r.worker), r.id)
   end
+  tell_readers(r)
   for _, reader in ipairs(redis.call('SMEMBERS', readers)) do
     redis.call('SREM', READER_OPEN:format(reader), r.id)
   end
   redis.call('DEL', readers)
+  redis.call('HDEL', req, 'job', 'unread_ms', 'fence', 'slot', 'logged', 'followers')
   redis.call('PEXPIRE', out, redis.call('PTTL', req))
   local family = redis.call('HMGET', req, 'choices', 'idempotency')
   expire_choices(r.id, family[1] or r.id, family[2] or '', stream_ttl)
@@ -168,6 +231,9 @@ end
 
 -- Put the next attempt of `r` on offer. `let_down` restarts the clock of how long the request has been waiting.
 local function offer_again(r, kind, reason, let_down, offer_deadline, active_ttl)
+  fold(r)
+  disturb(r.worker)
+  tell_readers(r)
   local last = int(r.attempt)
   local last_worker = r.worker
   local waiting, req = WAITING:format(r.model, r.class), REQUEST:format(r.id)
@@ -178,7 +244,7 @@ local function offer_again(r, kind, reason, let_down, offer_deadline, active_ttl
   r.queue = r.next_index > 0 and QUEUE_CONTINUE:format(r.model, r.fingerprint) or QUEUE_AGAIN:format(r.model)
   redis.call('HSET', req, 'state', 'offered', 'attempt', int(r.attempt), 'worker', '', 'queue', r.queue,
     'losses', int(r.losses), 'offered_ms', int(now), 'released', last_worker .. '/' .. last,
-    'fence', '')
+    'fence', '', 'slot', '', 'logged', '')
   if let_down then
     redis.call('HSET', req, 'waiting_ms', int(now))
   end

@@ -21,10 +21,12 @@ local function known(id)
   if not flat[1] then
     return nil
   end
-  if reader ~= '' and flat[4] ~= '1' then
+  if reader ~= '' then
     for choice in flat[3]:gmatch('%S+') do
       local r = record(choice)
-      if r and not is_over(r) then
+      if r and not is_over(r) and flat[4] == '1' then
+        follow(choice, reader)
+      elseif r and not is_over(r) then
         attach(choice, reader, reader_lease, active_ttl)
         redis.call('HDEL', REQUEST:format(choice), 'unread_ms')
       end
@@ -92,6 +94,8 @@ for n = 19, #ARGV, 8 do
   redis.call('ZADD', DUE, int(now + offer_deadline), id)
   if reader ~= '' and outlives ~= '1' then
     attach(id, reader, reader_lease, active_ttl)
+  elseif reader ~= '' then
+    follow(id, reader)
   end
   event('submitted', id, '1', '', model, ARGV[n + 5])
   if ARGV[n + 7] ~= '' then

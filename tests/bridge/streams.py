@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import re
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
 
 from bridge.reader import Reader
 from bridge.subscription import Subscription
+from bridge.xread import Entries
 from tasks import keys
-from tasks.contract import EndState, StreamEvent, encode_terminal, entry_id, pack_tokens
+from tasks.contract import (
+    EndState,
+    StreamEvent,
+    TokenEvent,
+    encode_terminal,
+    entry_id,
+    pack_source,
+    pack_step,
+    pack_tokens,
+)
 from tests.conftest import RedisServer
 
 
@@ -44,16 +55,47 @@ class Streams:
             server.connect("blocking"), self.redis, "r1", self.lease, **{"window": 4, "block_ms": None, **options}
         )
         self.reader.bind(asyncio.get_running_loop())
+        self.reads: list[list[str]] = []
+        """What each read so far has named: "a" for the stream of request "a", "w1:steps" for the log of "w1"."""
+        self._note_reads()
 
     def open(self, request_id: str, after_index: int = -1) -> Subscription:
         self.redis.hset(keys.request(request_id), "state", "offered")
         return self.reader.subscribe(request_id, after_index)
 
-    def append(self, request_id: str, index: int, *token_ids: int, attempt: int = 1) -> None:
-        self.redis.xadd(keys.out(request_id), {"t": pack_tokens(token_ids)}, id=entry_id(index, attempt))
+    def append(
+        self, request_id: str, index: int, *token_ids: int, attempt: int = 1, source: tuple[str, int] | None = None
+    ) -> None:
+        """`source`: worker and slot of the tokens after these."""
+        fields = {"t": pack_tokens(token_ids)} | ({} if source is None else {"s": pack_source(*source)})
+        self.redis.xadd(keys.out(request_id), fields, id=entry_id(index, attempt))  # type: ignore[arg-type]
+
+    def step(self, worker: str, number: int, *tokens: tuple[int, int, int]) -> None:
+        """An entry of a worker's log: (slot, index, token id) each."""
+        self.redis.xadd(
+            keys.steps(worker), {"s": pack_step(tokens)}, f"{number}-0", maxlen=keys.STEPS_KEPT, approximate=False
+        )
+
+    def notice(self, request_id: str) -> None:
+        """The request has ended, or was moved."""
+        self.redis.xadd(keys.control("r1"), {"o": request_id})
 
     def end(self, request_id: str, index: int, state: EndState = "finished", attempt: int = 1) -> None:
         self.redis.xadd(keys.out(request_id), {"e": encode_terminal(state, "stop")}, id=entry_id(index, attempt))
+
+    @property
+    def last_read(self) -> list[str]:
+        return self.reads[-1]
+
+    def _note_reads(self) -> None:
+        read = self.reader._xread.read
+
+        def noting(positions: Mapping[bytes, bytes], block_ms: int | None) -> list[tuple[bytes, Entries]]:
+            names = [re.sub(r"tf:(worker:|\{)?|\}:out", "", key.decode()) for key in positions]
+            self.reads.append([name for name in names if name != "control:r1"])
+            return read(positions, block_ms)
+
+        self.reader._xread.read = noting  # type: ignore[method-assign]
 
     async def turn(self) -> bool:
         reached = self.reader.tick(self.now_s)
@@ -72,6 +114,18 @@ def ready(subscription: Subscription) -> list[StreamEvent]:
         return events
     waiting.close()
     return []
+
+
+def tokens(events: Iterable[StreamEvent]) -> list[int]:
+    """Their token ids; the events must be tokens, with contiguous indices."""
+    found: list[int] = []
+    first: int | None = None
+    for event in events:
+        assert isinstance(event, TokenEvent)
+        first = event.index if first is None else first
+        assert event.index == first + len(found)
+        found += event.token_ids
+    return found
 
 
 def run(server: RedisServer, test: Callable[[Streams], Coroutine[Any, Any, None]], **options: Any) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError, ResponseError
 
 from bridge.waker import Waker
+from tasks import keys
 from tests.conftest import RedisServer
 
 
 @pytest.fixture
-def redis(fake_server: RedisServer) -> Redis:
-    return fake_server.connect()
+def redis(redis_server: RedisServer) -> Redis:
+    return redis_server.connect()
 
 
 @pytest.fixture
@@ -25,16 +27,24 @@ def waker(redis: Redis) -> Iterator[Waker]:
     one.close()
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
 def last_entry(redis: Redis, waker: Waker, after: bytes = b"0-0") -> bytes:
     """The wake-up that comes after that one; the test fails if none comes."""
-    until_s = time.monotonic() + 5
-    while time.monotonic() < until_s:
+    found: list[bytes] = []
+
+    def has_come() -> bool:
         entries: Any = redis.xrevrange(waker.control, count=1)
-        if entries and entries[0][0] > after:
-            entry_id: bytes = entries[0][0]
-            return entry_id
-        time.sleep(0.002)
-    raise AssertionError("nobody was woken")
+        found[:] = [entry_id for entry_id, _ in entries if entry_id > after]
+        return bool(found)
+
+    wait_until(has_come)
+    return found[0]
 
 
 def test_every_wake_up_is_an_entry_after_the_last(redis: Redis, waker: Waker) -> None:
@@ -43,7 +53,25 @@ def test_every_wake_up_is_an_entry_after_the_last(redis: Redis, waker: Waker) ->
         waker.wake()
         last = last_entry(redis, waker, last)
         time.sleep(0.002)
-    assert redis.xlen(waker.control) == 1
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_control_stream_of_a_reader_that_does_not_read_stays_small(
+    redis: Redis, waker: Waker, is_silent: bool
+) -> None:
+    last = b"0-0"
+    if is_silent:
+        waker.wake()
+        silent(waker)
+        last = last_entry(redis, waker)
+    with redis.pipeline(transaction=False) as pipe:
+        for _ in range(2 * keys.CONTROL_KEPT):
+            pipe.xadd(waker.control, {"o": "a"})
+        last = pipe.execute()[-1]
+    time.sleep(0.002)
+    waker.wake()
+    last_entry(redis, waker, last)
+    assert keys.CONTROL_KEPT <= redis.xlen(waker.control) <= 1.2 * keys.CONTROL_KEPT
 
 
 def test_the_control_stream_of_a_reader_that_was_killed_expires(redis: Redis, waker: Waker) -> None:
@@ -52,38 +80,71 @@ def test_the_control_stream_of_a_reader_that_was_killed_expires(redis: Redis, wa
     assert redis.pttl(waker.control) > 0
 
 
+def silent(waker: Waker) -> Any:
+    """The connection without replies; the first wake-up makes it."""
+    wait_until(lambda: waker._silent is not None)
+    return waker._silent
+
+
 def test_wake_ups_are_not_answered_so_that_nothing_piles_up(redis: Redis, waker: Waker) -> None:
     waker.wake()
-    last = last_entry(redis, waker)
+    connection, last = silent(waker), last_entry(redis, waker)
     time.sleep(0.002)
     waker.wake()
     last_entry(redis, waker, last)
-    assert not waker._connection.can_read(0.05)
+    assert not connection.can_read(0.05)
 
 
 def test_a_broken_connection_is_replaced(redis: Redis, waker: Waker, monkeypatch: pytest.MonkeyPatch) -> None:
     waker.wake()
-    last = last_entry(redis, waker)
-    broken = waker._connection._sock
+    connection, last = silent(waker), last_entry(redis, waker)
+    broken = connection._sock
 
     def send(*_: object, **__: object) -> None:
         monkeypatch.undo()
         raise ConnectionError("broken pipe")
 
-    monkeypatch.setattr(waker._connection, "send_packed_command", send)
+    monkeypatch.setattr(connection, "send_packed_command", send)
     waker.wake()
     last_entry(redis, waker, last)
-    assert waker._connection._sock is not broken
+    wait_until(lambda: waker._silent is not None and waker._silent._sock not in (None, broken))
 
 
 def test_a_connection_in_doubt_is_replaced(redis: Redis, waker: Waker) -> None:
     waker.wake()
-    last = last_entry(redis, waker)
-    doubtful = waker._connection._sock
+    doubtful, last = silent(waker)._sock, last_entry(redis, waker)
     waker.doubt()
     waker.wake()
     last_entry(redis, waker, last)
-    assert waker._connection._sock is not doubtful
+    wait_until(lambda: waker._silent is not None and waker._silent._sock not in (None, doubtful))
+
+
+def test_where_redis_must_not_be_silent_every_wake_up_is_answered(
+    redis: Redis, waker: Waker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = redis.connection_pool
+    get_connection = pool.get_connection
+
+    def refusing() -> Any:
+        connection = get_connection()
+        read = connection.read_response
+
+        def read_response(*_: object, **__: object) -> object:
+            read()
+            raise ResponseError("NOPERM")
+
+        monkeypatch.setattr(connection, "read_response", read_response)
+        return connection
+
+    monkeypatch.setattr(pool, "get_connection", refusing)
+    assert waker._connect() is None
+    monkeypatch.undo()
+    last = b"0-0"
+    for _ in range(3):
+        waker.wake()
+        last = last_entry(redis, waker, last)
+        time.sleep(0.002)
+    assert waker._silent is None
 
 
 def test_what_a_wake_up_costs_the_pool_is_given_back(redis: Redis, waker: Waker) -> None:

@@ -1,10 +1,11 @@
 """A whole cell under logical time: the real scripts on fakeredis, everything around them as plain state machines.
 
 Owns the schedule (one random generator, so a seed replays it), the faults, and the invariants that are checked after
-each event. Workers, web processes and clients call `RequestRecords` as `tasks.engine_loop`, `tasks.actors` and `app`
-do; the watchdog is the real one. Faults: workers and web processes crash, freeze and thaw, calls get lost
-before or after they took effect, calls come again much later, messages are dropped, doubled, delayed, reordered,
-Redis forgets its scripts or loses all data. `python -m tests.tasks.simulation SEED` prints a schedule.
+each event. Workers, web processes and clients call `RequestRecords` as `tasks.engine_loop`, `tasks.publish`,
+`tasks.actors` and `app` do, most workers through the real log of steps; the watchdog is the real one. Faults: workers
+and web processes crash, freeze and thaw, calls get lost before or after they took effect, calls come much later,
+a worker gives up a step that it cannot publish, messages are dropped, doubled, delayed, reordered, Redis forgets its
+scripts or loses all data. `python -m tests.tasks.simulation SEED` prints a schedule.
 """
 
 from __future__ import annotations
@@ -21,10 +22,31 @@ from redis.exceptions import ConnectionError, NoScriptError, RedisError
 from bridge.watchdog import Watchdog
 from decode.sampling import SamplingParams
 from tasks import keys
-from tasks.contract import GenerationJob, TerminalEvent, TokenEvent, WorkerInfo, WorkerLoad, decode_entry
+from tasks.contract import (
+    GenerationJob,
+    TerminalEvent,
+    TokenEvent,
+    WorkerInfo,
+    WorkerLoad,
+    decode_entry,
+    unpack_source,
+    unpack_step,
+)
 from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
 from tasks.priorities import PRIORITIES
-from tasks.record import Append, Appended, Claimed, Failed, Idempotency, Refused, Reoffer, RequestRecords, Terminal
+from tasks.record import (
+    Append,
+    Appended,
+    AppendResult,
+    Claimed,
+    Failed,
+    Idempotency,
+    Refused,
+    Reoffer,
+    RequestRecords,
+    Terminal,
+)
+from tasks.step_log import Plan, StepLog
 from tasks.submit import Submitter
 from tests.tasks.simulated_redis import Server
 
@@ -101,7 +123,9 @@ class Work:
     attempt: int
     tokens: list[int]
     num_published: int
+    """With a log: how much of that is planned."""
     release_reason: str = ""
+    is_ending: bool = False
 
 
 @dataclass
@@ -110,6 +134,9 @@ class Worker:
     link: Link
     records: RequestRecords
     fingerprint: str
+    log: StepLog | None = None
+    plan: Plan | None = None
+    """What was sent and not answered: the same is sent again, as `tasks.publish` does."""
     is_frozen: bool = False
     beat_ms: int = 0
     works: list[Work] = field(default_factory=list)
@@ -152,6 +179,11 @@ class Read:
     tokens: list[int] = field(default_factory=list)
     fingerprint: str = ""
     end: TerminalEvent | None = None
+    source: tuple[str, int] = ("", 0)
+    """The log that a reader follows: (worker, slot)."""
+    num_own: int = 0
+    num_visible: int = 0
+    """How many tokens a reader may have had, from its own stream and then from the log."""
 
 
 class Queue:
@@ -268,7 +300,8 @@ class Simulation:
         name = self.name("w")
         self.worker_names.add(name)
         fingerprint = "fp2" if self.chance(0.25) else "fp1"
-        return Worker(name, link, self.new_records(link), fingerprint)
+        log = None if self.chance(0.2) else StepLog(name)
+        return Worker(name, link, self.new_records(link), fingerprint, log)
 
     def new_web(self) -> Web:
         link = Link(self)
@@ -321,13 +354,24 @@ class Simulation:
                 self.check(num_victims <= MAX_ATTEMPTS, f"{work.request_id} has taken {num_victims} workers down")
                 self.crash(worker)
                 return
+        if worker.log is None:
+            self.step_unlogged(worker)
+        else:
+            self.step_logged(worker, worker.log)
+        self.release_due(worker)
+
+    def compute(self, work: Work) -> Terminal | None:
+        total = length(work.request_id)
+        num_new = self.random.randrange(3) if not self.is_healed else 4
+        for index in range(len(work.tokens), min(total, len(work.tokens) + num_new)):
+            work.tokens.append(token(work.request_id, index))
+        return Terminal("finished", "stop") if len(work.tokens) >= total else None
+
+    def step_unlogged(self, worker: Worker) -> None:
+        """Whatever is sent again may overlap with what is there."""
         appends: list[Append] = []
         for work in worker.works:
-            total = length(work.request_id)
-            num_new = self.random.randrange(3) if not self.is_healed else 4
-            for index in range(len(work.tokens), min(total, len(work.tokens) + num_new)):
-                work.tokens.append(token(work.request_id, index))
-            end = Terminal("finished", "stop") if len(work.tokens) >= total else None
+            end = self.compute(work)
             first = work.num_published if self.random.random() < 0.8 else max(0, work.num_published - 2)
             appends.append(Append(work.request_id, work.attempt, first, tuple(work.tokens[first:]), 0, end))
         if not appends:
@@ -340,21 +384,68 @@ class Simulation:
                 for work in worker.works:
                     work.num_published = len(work.tokens)
             return
-        for work, item, result in zip(tuple(worker.works), appends, results, strict=True):
-            match result:
-                case Appended(next_index):
+        for item, result in zip(appends, results, strict=True):
+            self.settle(worker, item, result)
+
+    def step_logged(self, worker: Worker, log: StepLog) -> None:
+        """As `tasks.publish` does: what has no answer is sent again, until the worker stops waiting for it."""
+        if worker.plan is not None and self.chance(0.1):
+            self.seen.add("step given up")
+            worker.plan = None
+        if worker.plan is not None:
+            self.seen.add("step sent again")
+        else:
+            batch: list[Append] = []
+            for work in worker.works:
+                end = None if work.is_ending else self.compute(work)
+                if work.is_ending:  # nothing is generated any more, and a step that was given up does not come back
+                    work.release_reason = "drain"
+                    continue
+                first, work.num_published = work.num_published, len(work.tokens)
+                work.is_ending = end is not None
+                batch.append(Append(work.request_id, work.attempt, first, tuple(work.tokens[first:]), 0, end))
+            if not batch:
+                return
+            worker.plan = log.plan(batch)
+        while worker.plan is not None:
+            plan = worker.plan
+            self.touched.update(item.request_id for item in plan.batch if item.request_id in self.accepted)
+            try:
+                published = worker.records.publish(plan.appends, plan.step, self.now_ms)
+            except RedisError:
+                self.seen.add("append without an answer")
+                return
+            worker.plan = None
+            for item, result in log.take(plan, published):
+                self.settle(worker, item, result)
+            if published.is_undisturbed:
+                self.seen.add("logged" if plan.step.packed else "nothing to log")
+                self.seen.add("flushed" if any(len(item.token_ids) > 4 for item in plan.appends) else "not flushed")
+            elif plan.logged:
+                self.seen.add("disturbed")
+                worker.plan = log.plan_unlogged(plan)
+
+    def settle(self, worker: Worker, item: Append, result: AppendResult) -> None:
+        key = (item.request_id, item.attempt)
+        work = next((work for work in worker.works if (work.request_id, work.attempt) == key), None)
+        if isinstance(result, Appended):
+            record = self.books.record(item.request_id) or {}
+            is_right = (record.get("worker"), record.get("attempt")) == (worker.name, str(item.attempt))
+            self.check(is_right, f"{worker.name} wrote {item}: {record}")
+        if work is None:
+            return
+        match result:
+            case Appended(next_index):
+                if worker.log is None:
                     work.num_published = next_index
-                    holder = (self.books.record(work.request_id) or {}).get("worker")
-                    self.check(holder == worker.name, f"{worker.name} wrote to {work.request_id}, held by {holder}")
-                    if item.terminal is not None:
-                        worker.works.remove(work)
-                case Refused("gap"):
-                    self.seen.add("gap")
-                    work.release_reason = "gap"
-                case Refused(reason):
-                    self.seen.add(f"refused {reason}")
+                if item.terminal is not None:
                     worker.works.remove(work)
-        self.release_due(worker)
+            case Refused("gap"):
+                self.seen.add("gap")
+                work.release_reason = "gap"
+            case Refused(reason):
+                self.seen.add(f"refused {reason}")
+                worker.works.remove(work)
 
     def release_due(self, worker: Worker) -> None:
         for work in [work for work in worker.works if work.release_reason]:
@@ -365,6 +456,8 @@ class Simulation:
             except RedisError:
                 continue
             worker.works.remove(work)
+            if worker.log is not None:
+                worker.log.forget((work.request_id, work.attempt))
             if isinstance(outcome, Reoffer):
                 self.seen.add(f"released {work.release_reason}")
                 self.queue.requeue(outcome)
@@ -377,7 +470,10 @@ class Simulation:
     def crash(self, worker: Worker) -> None:
         """Its supervisor starts another, and may or may not get its word through."""
         self.seen.add("crashed holding" if worker.works else "crashed idle")
-        self.workers[self.workers.index(worker)] = self.new_worker()
+        another = self.new_worker()
+        if self.is_healed:  # a worker of each fingerprint stays, whatever a poisonous request does to it
+            another.fingerprint = worker.fingerprint
+        self.workers[self.workers.index(worker)] = another
         if self.chance(0.5):
             self.server.redis.zadd(keys.workers(MODEL), {worker.name: 0}, xx=True)
 
@@ -743,6 +839,7 @@ class Simulation:
             return
         read = self.check_stream(request_id)
         self.check(int(state["next_index"]) == len(read.tokens), f"{request_id} counts {state['next_index']} tokens")
+        self.check_visible(request_id, state, read)
         if read.tokens:
             read.fingerprint = read.fingerprint or state["fingerprint"]
             self.check(state["fingerprint"] == read.fingerprint, f"{request_id} changed from {read.fingerprint}")
@@ -764,6 +861,8 @@ class Simulation:
             self.check(event.index == len(read.tokens), f"{request_id}: {event} where {len(read.tokens)} should be")
             self.check(event.attempt >= read.attempt, f"{request_id}: {event} after attempt {read.attempt}")
             read.attempt = event.attempt
+            if (source := fields.get(b"s")) is not None:
+                read.source = unpack_source(source)
             match event:
                 case TokenEvent():
                     expected = tuple(token(request_id, event.index + n) for n in range(len(event.token_ids)))
@@ -772,6 +871,29 @@ class Simulation:
                 case TerminalEvent():
                     read.end = event
         return read
+
+    def check_visible(self, request_id: str, state: dict[str, str], read: Read) -> None:
+        """Whoever follows the log of the last source has seen what comes after its own stream: that stays."""
+        worker, slot = read.source
+        if state.get("slot"):
+            self.check((state["worker"], state["slot"].encode()) == (worker, slot.to_bytes(4, "little")), str(state))
+        num_visible = len(read.tokens)
+        for number, index, token_id in self.logged_tokens(worker):
+            if number == slot:
+                self.check(token_id == token(request_id, index), f"{request_id} has {token_id} at {index} in a log")
+                num_visible += index == num_visible
+        self.check(
+            num_visible >= read.num_visible, f"{request_id} had {read.num_visible} tokens, now {num_visible}: {state}"
+        )
+        if read.end is not None or state["state"] == "offered":
+            self.check(num_visible == len(read.tokens), f"{request_id} has a token in a log of late: {state}")
+        if read.num_visible > read.num_own and not state.get("slot"):
+            self.seen.add("taken from the log")
+        read.num_visible, read.num_own = num_visible, len(read.tokens)
+
+    def logged_tokens(self, worker: str) -> list[tuple[int, int, int]]:
+        log = self.books._value(keys.steps(worker)) or ()
+        return [each for _, pairs in [*log] for each in unpack_step(pairs[1])]
 
     def check_end(self, request_id: str, state: dict[str, str], tokens: list[int], end: TerminalEvent) -> None:
         self.check((state["state"], state["reason"]) == (end.state, end.reason), f"{request_id}: {state} and {end}")

@@ -9,7 +9,8 @@ from tasks import keys
 from tasks.contract import Priority, WorkerLoad
 from tasks.moves import Storing
 from tasks.priorities import PRIORITIES
-from tasks.record import Append, Idempotency, Reoffer, Terminal
+from tasks.record import Append, Appended, AppendResult, Idempotency, Refused, Reoffer, Terminal
+from tasks.step_log import StepLog
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, info, job
 
@@ -30,6 +31,7 @@ class Load:
         self.cell = cell
         self.random = random.Random(seed)
         self.fates: set[str] = set()
+        self.log = StepLog("w1")
 
     def one(self, number: int) -> None:
         cell, name = self.cell, f"r{number}"
@@ -59,7 +61,8 @@ class Load:
         cell, records, now_ms = self.cell, self.cell.records, self.cell.now_ms
         if self.random.random() < 0.7 or fate in ("finished", "failed"):
             cell.claim(request_id)
-            cell.append(0, 5, 6, request_id=request_id)
+            self.publish(Append(request_id, 1, 0, (5,)))
+            self.publish(Append(request_id, 1, 1, (6,)))
         state, attempt = cell.state(request_id).state, 1
         if fate == "released" and state == "streaming":
             reoffer = records.release(request_id, 1, "w1", "drain", now_ms)
@@ -69,9 +72,9 @@ class Load:
         match fate:
             case "finished" | "released" if state == "streaming":
                 end = Append(request_id, attempt, 2, (7,), 0, Terminal("finished", "stop"))
-                records.append_many([end], now_ms)
+                self.publish(end)
             case "failed":
-                records.append_many([Append(request_id, 1, 2, (), 0, Terminal("failed", "x"))], now_ms)
+                self.publish(Append(request_id, 1, 2, (), 0, Terminal("failed", "x")))
             case "poison" if state == "streaming":
                 for count in (1, 2, 3):
                     records.release(request_id, count, "w1", "engine_error", now_ms)
@@ -85,11 +88,21 @@ class Load:
                 pass
             case "deleted" if state == "streaming":
                 end = Append(request_id, attempt, 2, (7,), 0, Terminal("finished", "stop"))
-                records.append_many([end], now_ms)
+                self.publish(end)
                 first = request_id.split(".")[0]
                 records.stored.delete(first, f"owner{int(first[1:]) % 2}")
             case _:
                 records.close(request_id, "cancelled", "stopped", now_ms=now_ms)
+
+    def publish(self, item: Append) -> None:
+        """The second of a request goes into the log alone, unless something has ended since the first."""
+        plan = self.log.plan([item])
+        published = self.cell.records.publish(plan.appends, plan.step, self.cell.now_ms)
+        settled = self.log.take(plan, published)
+        if plan.logged and not published.is_undisturbed:
+            plan = self.log.plan_unlogged(plan)
+            settled += self.log.take(plan, self.cell.records.publish(plan.appends, plan.step, self.cell.now_ms))
+        assert all(isinstance(result, Appended) for _, result in settled)
 
     def settle(self) -> None:
         """The web processes are dead, and every grace is over."""
@@ -124,6 +137,7 @@ def test_after_many_requests_of_every_kind_only_what_was_there_before_lasts(redi
     load.settle()
     assert load.fates == set(FATES)
     marks = {keys.claimed_until(queue) for queue in keys.worker_queues(MODEL, "fp")}
+    marks |= {keys.control(f"web{number}") for number in range(3)}
     assert lasting(cell) - before <= marks
     assert {key.decode() for key in cell.redis.keys("*") if cell.redis.pttl(key) < 0} <= FOR_EVER
     assert {cell.redis.zcard(keys.stored(f"owner{number}")) for number in (0, 1)} == {5}
@@ -146,3 +160,24 @@ def test_a_flushed_redis_is_not_written_to_by_those_who_did_not_notice(redis_ser
     assert cell.records.detach(["r1"], "web", now_ms=cell.now_ms) == []
     assert cell.records.look("r1", True, cell.now_ms) is None
     assert cell.redis.keys("*") == []
+
+
+def test_a_worker_with_a_log_that_did_not_notice_leaves_only_what_has_an_end(redis_server: RedisServer) -> None:
+    cell = Cell(redis_server)
+    log = StepLog("w1")
+    cell.submit()
+    cell.claim()
+    refused: list[AppendResult] = []
+    for index in range(4):
+        if index == 2:
+            cell.redis.flushall()
+        plan = log.plan([Append("r1", 1, index, (index,))])
+        published = cell.records.publish(plan.appends, plan.step, cell.now_ms)
+        settled = log.take(plan, published)
+        if plan.logged and not published.is_undisturbed:
+            plan = log.plan_unlogged(plan)
+            settled += log.take(plan, cell.records.publish(plan.appends, plan.step, cell.now_ms))
+        refused += [result for _, result in settled if isinstance(result, Refused)]
+    assert refused == [Refused("missing")] * 2
+    assert cell.redis.keys("*") == [keys.worker_rev("w1").encode()]
+    assert 0 < cell.redis.pttl(keys.worker_rev("w1")) <= keys.STEPS_TTL_MS

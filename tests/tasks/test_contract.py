@@ -26,8 +26,12 @@ from tasks.contract import (
     encode_worker_load,
     entry_id,
     pack_logprobs,
+    pack_source,
+    pack_step,
     pack_tokens,
     unpack_logprobs,
+    unpack_source,
+    unpack_step,
     unpack_tokens,
 )
 from tests.tasks.cell import info, job
@@ -38,6 +42,8 @@ JOB = replace(
         7, 0.5, 0.9, 40, 0.1, 2**63, (1, 2), True, 3, 0.5, -0.5, ((7, -100.0), (8, 1.5)), 2, "start: /a/"
     ),
 )
+
+TOKENS = st.integers(0, 2**32 - 1)
 
 
 def changed(data: bytes, **changes: object) -> bytes:
@@ -54,7 +60,7 @@ def test_a_worker_comes_back_as_it_was() -> None:
     assert decode_worker_load(encode_worker_load(WorkerLoad(1, 2, 3, 4, 5))) == WorkerLoad(1, 2, 3, 4, 5)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1)))
+@given(st.lists(TOKENS))
 def test_tokens_come_back_as_they_were(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert len(packed) == 4 * len(token_ids)
@@ -75,6 +81,28 @@ def test_log_probabilities_come_back_as_they_were_in_equal_parts(
 def test_log_probabilities_that_do_not_fit_their_tokens_are_refused(data: bytes, num_tokens: int) -> None:
     with pytest.raises(ContractError, match=r"^logprobs: "):
         unpack_logprobs(data, num_tokens)
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS, TOKENS)))
+def test_a_step_comes_back_as_it_was(tokens: list[tuple[int, int, int]]) -> None:
+    assert list(unpack_step(pack_step(tokens))) == tokens
+    assert len(pack_step(tokens)) == 12 * len(tokens)
+
+
+@given(st.text(min_size=1), TOKENS)
+def test_a_source_comes_back_as_it_was(worker: str, slot: int) -> None:
+    assert unpack_source(pack_source(worker, slot)) == (worker, slot)
+
+
+@pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\1\0\0\0", b"\1\0\0\0\xff"])
+def test_a_damaged_source_is_refused(data: bytes) -> None:
+    with pytest.raises(ContractError, match="source"):
+        unpack_source(data)
+
+
+def test_a_damaged_step_is_refused() -> None:
+    with pytest.raises(ContractError, match="step"):
+        unpack_step(b"\0" * 13)
 
 
 def test_entries_come_back_as_events() -> None:

@@ -42,9 +42,13 @@ class Notes:
     def __init__(self) -> None:
         self.appends: list[Append] = []
         self.num_flushes = 0
+        self.forgotten: list[tuple[str, int]] = []
 
     def publish(self, appends: Sequence[Append]) -> None:
         self.appends.extend(appends)
+
+    def forget(self, request_id: str, attempt: int) -> None:
+        self.forgotten.append((request_id, attempt))
 
     def wait_published(self, timeout_s: float) -> bool:
         self.num_flushes += 1
@@ -163,6 +167,7 @@ def test_a_gap_gives_the_assignment_back(room: Room) -> None:
     room.settle(Refused("gap"))
     room.loop.tick()
     assert handle.outcome == "gap"
+    assert room.notes.forgotten == [(handle.job.request_id, 1)]
     assert room.is_clean
 
 

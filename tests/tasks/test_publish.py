@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, ResponseError
 
+from tasks import keys
+from tasks.contract import unpack_step
+from tasks.moves import LoggedStep, Published
 from tasks.publish import MAX_UNPUBLISHED_STEPS, Publisher, Unpublishable
 from tasks.record import Append, Appended, AppendResult, Refused, RequestRecords, Terminal
 from tests.conftest import RedisServer
@@ -22,6 +25,19 @@ class Records:
         self.batches: list[list[Append]] = []
         self.errors: list[RedisError] = []
         self.bad: set[str] = set()
+        self.steps: list[LoggedStep] = []
+        self.rev = 1
+        """Another one: what the worker holds was disturbed."""
+        self.is_log_bad = False
+        self.before_publish: Callable[[], object] = lambda: None
+
+    def publish(self, appends: Sequence[Append], step: LoggedStep) -> Published:
+        self.before_publish()
+        self.steps.append(step)
+        if self.is_log_bad and step.packed:
+            self.batches.append(list(appends))
+            raise ResponseError("ERR no log")
+        return Published(str(self.rev), step.rev == str(self.rev), self.append_many(appends))
 
     def append_many(self, appends: Sequence[Append]) -> list[AppendResult]:
         self.batches.append(list(appends))
@@ -40,6 +56,7 @@ class Room:
         self.publisher = Publisher(
             cast(RequestRecords, self.records),
             lambda item, result: self.settled.append((item.request_id, result)),
+            worker="w1",
             max_unpublished_steps=max_unpublished_steps,
             pause=self.pauses.append,
         )
@@ -124,7 +141,7 @@ def test_in_a_hurry_the_engine_is_never_held_up(room: Room) -> None:
 def test_stopping_ends_the_wait_for_redis() -> None:
     room = Room()
     room.records.errors = [ConnectionError("away")] * 1000
-    publisher = Publisher(cast(RequestRecords, room.records), lambda item, result: None)
+    publisher = Publisher(cast(RequestRecords, room.records), lambda item, result: None, worker="w1")
     publisher.start()
     publisher.publish([tokens("a", 0, 1)])
     publisher.stop(10)
@@ -144,7 +161,136 @@ def test_the_thread_publishes_by_itself() -> None:
 def test_refusals_of_the_record_are_passed_on(fake_server: RedisServer) -> None:
     cell = Cell(fake_server)
     settled: list[Any] = []
-    publisher = Publisher(cell.records, lambda item, result: settled.append(result))
+    publisher = Publisher(cell.records, lambda item, result: settled.append(result), worker="w1")
     publisher.publish([tokens("nobody", 0, 1)])
     publisher.tick()
     assert settled == [Refused("missing")]
+
+
+# -- with a log
+
+
+def tick(room: Room, *appends: Append) -> None:
+    room.publisher.publish(appends)
+    room.publisher.tick()
+
+
+def begun(room: Room) -> Room:
+    """Two assignments have published their first token, and the log has the second of both."""
+    tick(room, tokens("a", 0, 10), tokens("b", 0, 20))
+    tick(room, tokens("a", 1, 11), tokens("b", 1, 21))
+    assert room.records.batches[-1] == []
+    assert [*unpack_step(room.records.steps[-1].packed)] == [(1, 1, 11), (2, 1, 21)]
+    room.records.batches.clear()
+    room.records.steps.clear()
+    room.settled.clear()
+    return room
+
+
+def test_what_is_only_logged_is_settled_too(room: Room) -> None:
+    begun(room)
+    tick(room, tokens("a", 2, 12), tokens("b", 2, 22, end=Terminal("finished", "stop")))
+    assert room.records.batches == [[tokens("b", 1, 21, 22, end=Terminal("finished", "stop"))]]
+    assert sorted(room.settled, key=lambda pair: pair[0]) == [("a", Appended(3)), ("b", Appended(3))]
+
+
+def test_a_step_sent_again_is_the_same_step(room: Room) -> None:
+    begun(room)
+    room.records.errors = [ConnectionError("away"), ConnectionError("away")]
+    tick(room, tokens("a", 2, 12))
+    first, second, third = room.records.steps
+    assert first == second == third
+    tick(room, tokens("a", 3, 13))
+    assert room.records.steps[-1].number == first.number + 1
+
+
+def test_a_disturbance_is_settled_by_a_second_call_each_for_itself(room: Room) -> None:
+    begun(room)
+    room.records.rev = 2
+    tick(room, tokens("a", 2, 12), tokens("b", 2, 22), tokens("c", 0, 30))
+    assert room.records.batches == [[tokens("c", 0, 30)], [tokens("a", 1, 11, 12), tokens("b", 1, 21, 22)]]
+    assert room.settled == [("c", Appended(1)), ("a", Appended(3)), ("b", Appended(3))]
+    assert [step.rev for step in room.records.steps] == ["1", "2"]
+    tick(room, tokens("a", 3, 13), tokens("b", 3, 23), tokens("c", 1, 31))
+    assert room.records.batches[-1] == []
+
+
+def test_the_second_call_is_sent_until_redis_takes_it(room: Room) -> None:
+    begun(room)
+    room.records.rev = 2
+
+    def fail_second() -> None:
+        room.records.errors = [ConnectionError("away")] if len(room.records.steps) in (1, 2) else []
+
+    room.records.before_publish = fail_second
+    tick(room, tokens("a", 2, 12))
+    assert room.records.batches == [[], *[[tokens("a", 1, 11, 12)]] * 3]
+    assert room.settled == [("a", Appended(3))]
+
+
+def test_a_step_that_redis_refuses_is_sent_one_by_one_with_all_that_only_the_log_has(room: Room) -> None:
+    begun(room)
+    room.records.is_log_bad = True
+    room.records.bad = {"b"}
+    tick(room, tokens("a", 2, 12), tokens("b", 2, 22))
+    assert room.records.batches[1:] == [[tokens("a", 1, 11, 12)], [tokens("b", 1, 21, 22)]]
+    assert room.settled == [("a", Appended(3)), ("b", Unpublishable("ERR no"))]
+    room.records.is_log_bad = False
+    tick(room, tokens("a", 3, 13))
+    assert room.records.batches[-1] == [tokens("a", 3, 13)]
+    assert list(room.records.steps[-1].slots.values()) == [3]
+
+
+def test_a_second_call_that_redis_refuses_is_sent_one_by_one(room: Room) -> None:
+    begun(room)
+    room.records.rev = 2
+    room.records.bad = {"b"}
+    tick(room, tokens("a", 2, 12), tokens("b", 2, 22))
+    assert room.settled == [("a", Appended(3)), ("b", Unpublishable("ERR no"))]
+
+
+def test_a_stop_between_the_two_calls_of_a_disturbance_settles_what_was_answered(room: Room) -> None:
+    begun(room)
+    room.records.rev = 2
+
+    def stop_after_first() -> None:
+        if len(room.records.steps) == 1:
+            room.publisher.stop(0)
+            room.records.errors = [ConnectionError("away")]
+
+    room.records.before_publish = stop_after_first
+    tick(room, tokens("a", 2, 12), tokens("c", 0, 30))
+    assert room.settled == [("c", Appended(1))]
+    assert len(room.records.batches) == 2
+    assert room.publisher.wait_published(0)
+
+
+def test_after_a_step_that_a_stop_gave_up_the_next_does_not_take_its_place(room: Room) -> None:
+    begun(room)
+    room.publisher.stop(0)
+    room.records.errors = [ConnectionError("away")]
+    tick(room, tokens("a", 2, 12))
+    end = tokens("a", 3, 13, end=Terminal("finished", "stop"))
+    tick(room, end)
+    assert room.records.batches[-1] == [end]
+
+
+def test_what_was_forgotten_has_no_place_in_the_log_any_more(room: Room) -> None:
+    begun(room)
+    room.publisher.forget("a", 1)
+    tick(room, tokens("a", 2, 12), tokens("b", 2, 22))
+    assert room.records.batches == [[tokens("a", 2, 12)]]
+
+
+def test_a_publisher_over_redis_logs_and_flushes(fake_server: RedisServer) -> None:
+    cell = Cell(fake_server)
+    cell.submit()
+    cell.claim()
+    settled: list[Any] = []
+    publisher = Publisher(cell.records, lambda item, result: settled.append(result), worker="w1")
+    for index in range(20):
+        publisher.publish([tokens("r1", index, index)])
+        publisher.tick()
+    assert settled == [Appended(index + 1) for index in range(20)]
+    assert cell.tokens() == [*range(17)]
+    assert cell.redis.xlen(keys.steps("w1")) == 19

@@ -13,12 +13,13 @@ from decode.scheduler import StepPlan
 from decode.scripted import ScriptedRunner, generate
 from tasks import keys
 from tasks.broker import assignment_message, build_broker
-from tasks.contract import GenerationJob, TerminalEvent, decode_entry
+from tasks.contract import GenerationJob, TerminalEvent
 from tasks.record import Failed, Reoffer
 from tasks.running_worker import RunningWorker, describe_worker, start_worker
 from tasks.submit import Submitter
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, job
+from tests.tasks.visible import has_ended, visible_tokens
 
 MAX_MODEL_LEN = 400
 NUM_BLOCKS = 64
@@ -90,15 +91,15 @@ class House:
 
     def wait_tokens(self, request_id: str, num_tokens: int) -> None:
         """Block until so many tokens are published, or the end."""
-        last, seen = b"0-0", 0
-        while seen < num_tokens:
-            reply = self.blocking.xread({keys.out(request_id): last}, block=2000)
-            assert reply, f"{request_id} stopped at {seen} tokens: {self.cell.state(request_id)}"
-            for entry, fields in reply[0][1]:
-                last, event = entry, decode_entry(entry, fields)
-                if isinstance(event, TerminalEvent):
-                    return
-                seen = event.index + len(event.token_ids)
+
+        def is_there() -> bool:
+            return len(self.tokens(request_id)) >= num_tokens or has_ended(self.cell.redis, request_id)
+
+        self.wait_until(is_there)
+
+    def tokens(self, request_id: str) -> list[int]:
+        """Those that are published."""
+        return visible_tokens(self.cell.redis, request_id)
 
     def wait_end(self, request_id: str) -> TerminalEvent:
         self.wait_tokens(request_id, 10**9)
