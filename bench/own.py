@@ -66,7 +66,7 @@ def _pair(row: dict[str, Any], figure: str, form: str) -> str:
 
 
 def of_overhead() -> str:
-    return overhead.table(overhead.measure(overhead.parse_arguments([])))
+    return overhead.table(*overhead.measure(overhead.parse_arguments([])))
 
 
 def of_relay() -> str:
