@@ -26,6 +26,7 @@ NAMES = (
     "reader_leave",
     "claim",
     "append",
+    "log",
     "release",
     "reoffer",
     "look",
@@ -40,12 +41,20 @@ NAMES = (
 )
 
 
+PARTS = {"append": ("prelude", "steps"), "log": ("steps",)}
+"""What stands before the body of these scripts; before that of all others the prelude.
+
+PERF: each call makes the functions of what stands before the body: the prelude's take 65 microseconds when a step of
+an engine lies between two calls.
+"""
+
+
 @cache
 def source(name: str) -> str:
-    """The whole text of script `name`: key templates, prelude, body."""
+    """The whole text of script `name`: key templates, shared parts, body."""
     folder = files("tasks") / "scripts"
-    prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
-    return f"{keys.lua_constants()}{prelude}{(folder / f'{name}.lua').read_text(encoding='utf-8')}"
+    parts = (*PARTS.get(name, ("prelude",)), name)
+    return keys.lua_constants() + "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
 
 
 class Scripts:

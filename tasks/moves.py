@@ -131,6 +131,7 @@ class LoggedStep:
 @dataclass(frozen=True, slots=True)
 class Published:
     rev: str
+    """To be sent with the next step."""
     is_undisturbed: bool
     """`LoggedStep.rev` was the right one: its tokens are in the log. Otherwise nothing of them was written."""
     results: Sequence[AppendResult]

@@ -330,6 +330,9 @@ class RequestRecords(Leases):
 
     def publish(self, appends: Sequence[Append], step: LoggedStep, now_ms: int | None = None) -> Published:
         """The same with a log: also, or only, what goes there (`tasks.step_log` decides). One round trip."""
+        if step.worker and step.rev and not appends:
+            reply = self._scripts.call("log", now_ms, step.worker, step.rev, step.number, step.packed)
+            return Published(step.rev if reply in (1, b"") else reply.decode(), reply == 1, ())
         arguments = [argument for item in appends for argument in _append_arguments(item, step)]
         rev, is_undisturbed, *replies = self._scripts.call(
             "append",

@@ -8,7 +8,7 @@
 -- or a list with the reason of the refusal }.
 local active_ttl, stream_ttl = ARGV[2], ARGV[3]
 local worker, step, packed = ARGV[4], ARGV[6], ARGV[7]
-local steps, rev_key = STEPS:format(worker), REV:format(worker)
+local rev_key = REV:format(worker)
 local rev, is_undisturbed = '', false
 
 if worker ~= '' then
@@ -18,15 +18,12 @@ if worker ~= '' then
     -- Nobody has this number, not even from before a Redis that has lost everything.
     redis.call('SET', rev_key, int(math.max(now, (tonumber(ARGV[5]) or 0) + 1)))
   end
-  redis.call('PEXPIRE', rev_key, STEPS_TTL_MS)
-  if is_undisturbed and packed ~= '' then
-    local added = redis.pcall('XADD', steps, 'MAXLEN', STEPS_KEPT, step .. '-0', 's', packed)
-    -- A step that is sent again after a lost reply is there already.
-    if type(added) == 'table' and added.err and not tostring(added.err):find('equal or smaller', 1, true) then
-      return added
-    end
-    redis.call('PEXPIRE', steps, STEPS_TTL_MS)
+  local failure = is_undisturbed and packed ~= '' and add_step(worker, step, packed)
+  if failure then
+    return failure
   end
+  redis.call('PEXPIRE', rev_key, STEPS_TTL_MS)
+  redis.call('PEXPIRE', STEPS:format(worker), STEPS_TTL_MS)
 end
 
 local function append(id, fence, first_index, tokens, slot, end_state, end_reason, terminal, logprobs)

@@ -140,7 +140,7 @@ def test_a_request_in_the_background_is_polled_to_its_completion(cell: TestedCel
     whole = undisturbed(cell)
     with ask(cell, 0, {}, background=True) as response:
         accepted = json.load(response)
-    assert accepted["status"] == "queued"
+    assert accepted["status"] in ("queued", "in_progress")  # a worker may have been faster than the reply
     seen: list[Any] = []
 
     def is_completed() -> bool:

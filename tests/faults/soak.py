@@ -165,11 +165,14 @@ def _memory(cell: FaultyCell, names: list[str]) -> dict[str, int]:
 
 
 def _num_keys(cell: FaultyCell) -> tuple[int, int]:
-    """Keys that never expire and keys that do, in both databases, once those of requests have expired."""
+    """Keys that never expire and keys that do, in both databases, once those of requests have expired.
+
+    Messages that a killed worker had fetched are dropped a minute after its death (`tasks.consumer`).
+    """
     deadline_s = time.monotonic() + 150
-    while any(True for _ in cell.redis.scan_iter("tf:{*}:*", count=1000)):
-        if time.monotonic() > deadline_s:
-            break
+    while time.monotonic() < deadline_s and (
+        any(cell.redis.scan_iter("tf:{*}:*", count=1000)) or any(key.endswith(".msgs") for key in cell.queue_keys())
+    ):
         time.sleep(0.5)
     lifetimes = cell.lifetimes_ms()
     names = sorted(name for name, ms in lifetimes.items() if ms < 0)
