@@ -7,10 +7,12 @@ Owns the spec of one answer and its bytes. Refuses to know tokens, and what it i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 import orjson
+
+from tasks.contract import values_of
 
 SPEC_VERSION = 1
 
@@ -79,7 +81,7 @@ class AnswerSpec:
         return bool(self.prompt_token_ids)
 
     def encode(self) -> bytes:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = values_of(self)
         if not self.prompt_token_ids:
             # A process of before this field can read an answer that does without it.
             del values["prompt_token_ids"]

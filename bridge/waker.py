@@ -55,7 +55,8 @@ class Waker:
         self._is_doubtful = True
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """Does not wait for a Redis that does not answer."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._give_back()
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from struct import Struct
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from decode.sampling import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CODEC_VERSION = 2
 
@@ -104,9 +107,16 @@ class WorkerLoad:
     """When the engine last finished a step, or was last seen idle (epoch milliseconds)."""
 
 
+def values_of(one: DataclassInstance) -> dict[str, Any]:
+    """The fields of a dataclass as they are.
+
+    PERF: `asdict` copies a prompt token by token, 1.0 ms for each thousand.
+    """
+    return {each.name: getattr(one, each.name) for each in fields(one)}
+
+
 def encode_job(job: GenerationJob) -> bytes:
-    # PERF: the values as they are; `asdict` copies a prompt token by token, 1.0 ms for each thousand.
-    values = {"v": CODEC_VERSION, **{one.name: getattr(job, one.name) for one in fields(job)}}
+    values = {"v": CODEC_VERSION, **values_of(job)}
     if not job.traceparent:
         del values["traceparent"]
     return orjson.dumps(values)

@@ -16,6 +16,7 @@ from tasks import keys
 from tasks.contract import (
     EndState,
     StreamEvent,
+    TerminalEvent,
     TokenEvent,
     encode_terminal,
     entry_id,
@@ -114,6 +115,25 @@ def ready(subscription: Subscription) -> list[StreamEvent]:
         return events
     waiting.close()
     return []
+
+
+class Taker:
+    """A subscriber of a random test, and what it got: contiguous from its start, and nothing after the end."""
+
+    def __init__(self, subscription: Subscription, start: int) -> None:
+        self.subscription, self.start = subscription, start
+        self.got: list[int] = []
+        self.end: TerminalEvent | None = None
+
+    def take(self) -> None:
+        """All that is there."""
+        for event in ready(self.subscription):
+            assert self.end is None
+            if isinstance(event, TerminalEvent):
+                self.end = event
+            else:
+                assert event.index == self.start + len(self.got)
+                self.got += event.token_ids
 
 
 def tokens(events: Iterable[StreamEvent]) -> list[int]:

@@ -11,13 +11,11 @@ from random import Random
 
 import pytest
 
-from bridge.subscription import Subscription
 from tasks import keys
-from tasks.contract import TerminalEvent
 from tasks.publish import Publisher, Unpublishable
 from tasks.record import Append, AppendResult, Refused, Terminal
 from tests.bridge.cell import FINGERPRINT, Cell
-from tests.bridge.streams import Streams, ready, run
+from tests.bridge.streams import Streams, Taker, run
 from tests.conftest import RedisServer
 from tests.tasks.visible import visible_tokens
 
@@ -77,24 +75,14 @@ def test_everybody_gets_every_token_of_workers_once(redis_server: RedisServer, s
         cell = Cell(streams.redis, redis_server.connect("queue"))
         workers = [ModelWorker(cell, name, random) for name in ("w1", "w2")]
         num_tokens: dict[str, int] = {}
-        subscribers: list[tuple[str, int, Subscription, list[int]]] = []
-        ends: dict[int, TerminalEvent] = {}
+        subscribers: list[tuple[str, Taker]] = []
         num_log_reads = 0
 
-        def take(place: int) -> None:
-            request_id, start, subscription, got = subscribers[place]
-            for event in ready(subscription):
-                assert place not in ends
-                if isinstance(event, TerminalEvent):
-                    ends[place] = event
-                else:
-                    assert event.index == start + len(got)
-                    got += event.token_ids
-            if got:
-                assert start + len(got) <= len(visible_tokens(streams.redis, request_id)), request_id
-
         def subscribe(request_id: str, start: int) -> None:
-            subscribers.append((request_id, start, streams.reader.subscribe(request_id, start - 1), []))
+            subscribers.append((request_id, Taker(streams.reader.subscribe(request_id, start - 1), start)))
+
+        def num_ended() -> int:
+            return sum(taker.end is not None for _, taker in subscribers)
 
         for _ in range(2000):
             if len(num_tokens) < 6 and random.random() < 0.1:
@@ -126,15 +114,19 @@ def test_everybody_gets_every_token_of_workers_once(redis_server: RedisServer, s
                 streams.now_s += 0.05
                 await streams.turn()
                 num_log_reads += bool(streams.last_read) and all("steps" in name for name in streams.last_read)
-            for place in range(len(subscribers)):
+            for request_id, taker in subscribers:
                 if random.random() < 0.4:
-                    take(place)
-            if len(num_tokens) == 6 and len(ends) == len(subscribers) >= 12:
+                    taker.take()
+                    if taker.got:
+                        num_visible = len(visible_tokens(streams.redis, request_id))
+                        assert taker.start + len(taker.got) <= num_visible, request_id
+            if len(num_tokens) == 6 and num_ended() == len(subscribers) >= 12:
                 break
-        assert len(ends) == len(subscribers) >= 12
-        for place, (request_id, start, _, got) in enumerate(subscribers):
-            end = ends[place]
-            assert got == [token_at(index) for index in range(start, end.index)], f"{request_id} {place}"
+        assert num_ended() == len(subscribers) >= 12
+        for place, (request_id, taker) in enumerate(subscribers):
+            end = taker.end
+            assert end is not None
+            assert taker.got == [token_at(n) for n in range(taker.start, end.index)], f"{request_id} {place}"
             assert end.index == num_tokens[request_id] or end.state != "finished"
         assert num_log_reads > 10, "the test is about logs"
         assert sum(worker.num_refused for worker in workers) > 0, "there were disturbances"

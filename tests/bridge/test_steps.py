@@ -10,7 +10,7 @@ import pytest
 from bridge.subscription import Subscription
 from tasks import keys
 from tasks.contract import TerminalEvent, TokenEvent
-from tests.bridge.streams import Streams, ready, run, tokens
+from tests.bridge.streams import Streams, Taker, ready, run, tokens
 from tests.conftest import RedisServer
 
 
@@ -547,19 +547,8 @@ def test_whatever_happens_everybody_gets_every_token_once(fake_server: RedisServ
         random = Random(seed)
         workers = [ModelWorker(streams, random, name, random.randrange(1, 200)) for name in "ab"]
         workers.append(ModelWorker(streams, random, "c", 200))
-        subscribers: list[tuple[ModelWorker, int, Subscription, list[int]]] = []
-        ends: dict[int, TerminalEvent] = {}
+        subscribers: list[tuple[ModelWorker, Taker]] = []
         num_log_reads = 0
-
-        def take(place: int) -> None:
-            _, start, subscription, got = subscribers[place]
-            for event in ready(subscription):
-                assert place not in ends
-                if isinstance(event, TerminalEvent):
-                    ends[place] = event
-                else:
-                    assert event.index == start + len(got)
-                    got += event.token_ids
 
         for _ in range(1500):
             for worker in workers:
@@ -568,20 +557,23 @@ def test_whatever_happens_everybody_gets_every_token_once(fake_server: RedisServ
             if len(subscribers) < 12 and random.random() < 0.1:
                 worker = random.choice(workers)
                 start = random.choice((0, 0, random.randrange(worker.num_tokens)))
-                subscribers.append((worker, start, streams.open(worker.request_id, after_index=start - 1), []))
+                subscribers.append((worker, Taker(streams.open(worker.request_id, after_index=start - 1), start)))
             if random.random() < 0.6:
                 streams.now_s += 0.05
                 await streams.turn()
                 num_log_reads += bool(streams.last_read) and all("steps" in name for name in streams.last_read)
-            for place in range(len(subscribers)):
+            for _, taker in subscribers:
                 if random.random() < 0.4:
-                    take(place)
-            if len(ends) == 12 and all(worker.is_over for worker in workers):
+                    taker.take()
+            if sum(taker.end is not None for _, taker in subscribers) == 12 and all(
+                worker.is_over for worker in workers
+            ):
                 break
         assert len(subscribers) == 12
-        for place, (worker, start, _, got) in enumerate(subscribers):
-            assert got == [token_at(index) for index in range(start, worker.num_tokens)], f"subscriber {place}"
-            assert ends[place].index == worker.num_tokens
+        for place, (worker, taker) in enumerate(subscribers):
+            assert taker.got == [token_at(n) for n in range(taker.start, worker.num_tokens)], f"subscriber {place}"
+            assert taker.end is not None
+            assert taker.end.index == worker.num_tokens
         assert num_log_reads > 10, "the test is about logs"
         await streams.turn()
         assert (streams.last_read, streams.reader.num_feeds) == ([], 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,6 +146,28 @@ def test_where_redis_must_not_be_silent_every_wake_up_is_answered(
         last = last_entry(redis, waker, last)
         time.sleep(0.002)
     assert waker._silent is None
+
+
+def test_closing_does_not_wait_for_a_redis_that_does_not_answer(
+    redis: Redis, waker: Waker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_called, answers = threading.Event(), threading.Event()
+
+    def pipeline(**_: object) -> None:
+        is_called.set()
+        answers.wait(20)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(redis, "pipeline", pipeline)
+    waker.wake()
+    assert is_called.wait(5)
+    closing = threading.Thread(target=waker.close)
+    closing.start()
+    closing.join(5)
+    is_closed = not closing.is_alive()
+    answers.set()
+    closing.join()
+    assert is_closed
 
 
 def test_what_a_wake_up_costs_the_pool_is_given_back(redis: Redis, waker: Waker) -> None:
