@@ -19,8 +19,8 @@ constexpr int kSpan = 64;        // tokens of one softmax update
 constexpr int kTileRows = 48;    // query rows (tokens x heads of the group) that share one pass over the cache
 constexpr int kMaxHeadDim = 256;
 constexpr float kMasked = -1e30f;
-constexpr int kGroup = TOKENFERRY_AVX2 ? 3 : 12;  // rows that share one load of keys and values
-static_assert(kTileRows % kGroup == 0);
+constexpr int kGroup = TOKENFERRY_AVX2 ? 4 : 12;  // rows that share one load of keys and values
+static_assert(kTileRows % kGroup == 0 && kTileRows % 16 == 0);
 
 struct Cache {
   uint8_t* data;  // one layer: [num_blocks, num_kv_heads, block_bytes]
@@ -69,23 +69,23 @@ struct Tile {
 
 // What one thread needs for one tile.
 struct AttentionScratch {
-  alignas(64) int32_t query[kTileRows * kMaxHeadDim / 4 * kParts];  // [row / group][dim / 4][part][row % group]
+  alignas(64) int32_t query[kTileRows * kMaxHeadDim / 4 * kPieces];  // [row / group][dim / 4][piece][row % group]
   alignas(64) float score[kTileRows][kSpan];
-  alignas(64) uint8_t weight[kTileRows][kParts][kSpan];
+  alignas(64) uint8_t weight[kTileRows][kPieces][kSpan];
   alignas(64) float sum[kTileRows * kMaxHeadDim];            // [dim / 16][row][16]
+  alignas(64) float lanes[2][16][16];                        // of 16 rows, not reduced yet
   int32_t position[kTileRows];
   int32_t query_offset[kTileRows];                           // -128 * (sum of the row's query)
-  float query_scale[kTileRows], top[kTileRows], total[kTileRows], decay[kTileRows], weight_scale[kTileRows];
+  alignas(64) float query_scale[kTileRows], weight_scale[kTileRows];
+  alignas(64) float top[kTileRows], total[kTileRows], decay[kTileRows];
 
   // Take row r's query, int8 [head_dim]; `scale` includes the attention scale and log2(e).
   void set_query(int row, const int8_t* q, float scale, int head_dim) {
-    int8_t* to = (int8_t*)(query + row / kGroup * (head_dim / 4 * kParts * kGroup) + row % kGroup);
+    int32_t* to = query + row / kGroup * (head_dim / 4 * kPieces * kGroup) + row % kGroup;
     int total_q = 0;
-    for (int i = 0; i < head_dim; i++) {
-      total_q += q[i];
-      for (int part = 0; part < kParts; part++)
-        to[(i / 4 * kParts + part) * kGroup * 4 + i % 4] = signed_part(q[i], part);
-    }
+    for (int i = 0; i < head_dim; i++) total_q += q[i];
+    for (int i = 0; i < head_dim; i += 4)
+      for (int piece = 0; piece < kPieces; piece++, to += kGroup) *to = signed_word(load_word(q + i), piece);
     query_offset[row] = -128 * total_q;
     query_scale[row] = scale;
   }

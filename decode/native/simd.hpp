@@ -221,11 +221,6 @@ struct ByteSum {
 // Unsigned bytes are part 0 + 16 part 1, both 0 .. 15.
 template <typename T>
 TF_INLINE T unsigned_part(T bytes, int part) { return (part ? bytes >> 4 : bytes) & 0x0f0f0f0f; }
-// Signed bytes in -127 .. 127 are part 0 + 16 part 1, both in -8 .. 8.
-TF_INLINE int8_t signed_part(int8_t value, int part) {
-  const int high = (value + 8) >> 4;
-  return int8_t(part ? high : value - 16 * high);
-}
 TF_INLINE vi total(const ByteSum (&sums)[kParts]) { return sums[0].total() + sums[1].total(16); }
 
 #else
@@ -239,8 +234,64 @@ struct ByteSum {
 };
 template <typename T>
 TF_INLINE T unsigned_part(T bytes, int) { return bytes; }
-TF_INLINE int8_t signed_part(int8_t value, int) { return value; }
 TF_INLINE vi total(const ByteSum (&sums)[kParts]) { return sums[0].total(); }
+
+#endif
+
+// The same for attention, for any number of products: bytes are multiplied piece by piece, and a piece is all bytes, or,
+// where the machine multiplies words into 32 bits, every other byte as a word. What many rows share is taken apart when
+// it is loaded, at one operation a piece; what belongs to a row lies there in pieces.
+#if TOKENFERRY_AVX2
+
+constexpr int kPieces = 2;
+TF_INLINE vi unsigned_piece(vi bytes, int piece) {
+  if (piece == 0) return bytes & 0x00ff00ff;
+  return {(half_i)_mm256_srli_epi16((__m256i)bytes.a, 8), (half_i)_mm256_srli_epi16((__m256i)bytes.b, 8)};
+}
+// A sum of products with signed_piece is shifted left by this.
+// SAFETY: 64 products of 255 x 127 x 256, which attention adds at most, fit in 32 bits.
+constexpr int kSignedShift = 8;
+TF_INLINE vi signed_piece(vi bytes, int piece) {
+  if (piece == 1) return bytes & int32_t(0xff00ff00);
+  return {(half_i)_mm256_slli_epi16((__m256i)bytes.a, 8), (half_i)_mm256_slli_epi16((__m256i)bytes.b, 8)};
+}
+// The signed bytes of one word, not shifted.
+TF_INLINE int32_t signed_word(int32_t bytes, int piece) {
+  const uint32_t word = uint32_t(bytes) >> 8 * piece;
+  return int32_t(uint32_t(int8_t(word >> 16)) << 16 | uint16_t(int8_t(word)));
+}
+// 64 values in 0 .. 255 to their pieces, 64 bytes each.
+TF_INLINE void store_unsigned(uint8_t (*pieces)[64], const vi (&values)[4]) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int i = 0; i < 2; i++) {
+    const vi x = values[2 * i], y = values[2 * i + 1];
+    const __m256i lo = _mm256_packus_epi32((__m256i)x.a, (__m256i)x.b);
+    const __m256i hi = _mm256_packus_epi32((__m256i)y.a, (__m256i)y.b);
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(lo, hi), order);
+    _mm256_store_si256((__m256i*)(pieces[0] + 32 * i), _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)));
+    _mm256_store_si256((__m256i*)(pieces[1] + 32 * i), _mm256_srli_epi16(bytes, 8));
+  }
+}
+// sum[i] + the products of one piece in lane i.
+// PERF: with a fence, or GCC would make all products first, put them in memory and add them later.
+TF_INLINE vi add_products(vi sum, vi u, vi s) {
+  half_i a = sum.a + (half_i)_mm256_madd_epi16((__m256i)u.a, (__m256i)s.a);
+  half_i b = sum.b + (half_i)_mm256_madd_epi16((__m256i)u.b, (__m256i)s.b);
+  asm("" : "+x"(a), "+x"(b));
+  return {a, b};
+}
+
+#else
+
+constexpr int kPieces = 1;
+constexpr int kSignedShift = 0;
+TF_INLINE vi unsigned_piece(vi bytes, int) { return bytes; }
+TF_INLINE vi signed_piece(vi bytes, int) { return bytes; }
+TF_INLINE int32_t signed_word(int32_t bytes, int) { return bytes; }
+TF_INLINE void store_unsigned(uint8_t (*pieces)[64], const vi (&values)[4]) {
+  for (int i = 0; i < 4; i++) store_bytes(pieces[0] + 16 * i, values[i]);
+}
+TF_INLINE vi add_products(vi sum, vi u, vi s) { return dot4(sum, u, s); }
 
 #endif
 
@@ -302,6 +353,39 @@ TF_INLINE int32_t sum_lanes_i(vi v) {
   return s;
 #endif
 }
+
+// Reductions of up to sixteen rows at once: lane i < count is what sum_lanes and max_lanes give for rows[i], bit for bit.
+#if TOKENFERRY_AVX2
+template <typename F>
+TF_INLINE half_f reduce_eight(const float (*rows)[16], F&& f) {
+  __m256 v[8], c[4];
+  for (int r = 0; r < 8; r++) v[r] = f(_mm256_load_ps(rows[r]), _mm256_load_ps(rows[r] + 8));
+  for (int r = 0; r < 4; r++)  // rows r and r + 4
+    c[r] = f(_mm256_permute2f128_ps(v[r], v[r + 4], 0x20), _mm256_permute2f128_ps(v[r], v[r + 4], 0x31));
+  const __m256 d = f(_mm256_unpacklo_ps(c[0], c[1]), _mm256_unpackhi_ps(c[0], c[1]));
+  const __m256 e = f(_mm256_unpacklo_ps(c[2], c[3]), _mm256_unpackhi_ps(c[2], c[3]));
+  return (half_f)f(_mm256_shuffle_ps(d, e, 0x44), _mm256_shuffle_ps(d, e, 0xee));
+}
+template <typename F>
+TF_INLINE vf reduce_rows(const float (*rows)[16], int count, F&& f) {
+  return {reduce_eight(rows, f), count > 8 ? reduce_eight(rows + 8, f) : half_f{}};
+}
+TF_INLINE vf sum_rows_lanes(const float (*rows)[16], int count) {
+  return reduce_rows(rows, count, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); });
+}
+TF_INLINE vf max_rows_lanes(const float (*rows)[16], int count) {
+  return reduce_rows(rows, count, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); });
+}
+#else
+template <typename F>
+TF_INLINE vf reduce_rows(const float (*rows)[16], int count, F&& f) {
+  float reduced[16] = {};
+  for (int i = 0; i < count; i++) reduced[i] = f(load(rows[i]));
+  return load(reduced);
+}
+TF_INLINE vf sum_rows_lanes(const float (*rows)[16], int count) { return reduce_rows(rows, count, sum_lanes); }
+TF_INLINE vf max_rows_lanes(const float (*rows)[16], int count) { return reduce_rows(rows, count, max_lanes); }
+#endif
 
 // 2^x from the nearest integer n and 2^(x - n) by a polynomial that is exactly 1 at 0; x in [-126, 127].
 template <int N>
