@@ -28,10 +28,9 @@ TF_NOINLINE void score_rows(AttentionScratch& s, const Cache& cache, uint8_t* co
   }
 }
 
-// Which tokens of a span a query sees.
+// Which tokens of the span that begins at token `start` a query sees.
 struct Seen {
   int start, oldest, position;
-  bool whole() const { return oldest <= start && position >= start + kSpan - 1; }
   TF_INLINE vi mask(int i) const {
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, token = lane + (start + 16 * i);
     return (token <= position) & (token >= oldest);
@@ -39,41 +38,44 @@ struct Seen {
 };
 
 // The largest scores of a row, not reduced yet; what it does not see becomes kMasked.
+template <bool Whole>
 TF_INLINE vf top_scores(float* scores, const Seen& seen) {
-  if (!seen.whole())
+  if (!Whole)
     for (int i = 0; i < 4; i++) store(scores + 16 * i, select(seen.mask(i), load(scores + 16 * i), splat(kMasked)));
   return max(max(load(scores), load(scores + 16)), max(load(scores + 32), load(scores + 48)));
 }
 
 // The scores of a row become its weights; what they add up to and the largest, times its scale, go to s.lanes.
+template <bool Whole>
 TF_INLINE void weigh_row(AttentionScratch& s, int row, const Seen& seen, const vf (&value_scale)[4]) {
   const vf top = splat(s.top[row]);
   vf weight[4];
   for (int i = 0; i < 4; i++) {
     weight[i] = exp2_weight(load(&s.score[row][16 * i]) - top);
-    if (!seen.whole()) weight[i] = select(seen.mask(i), weight[i], vf{});  // kMasked is not below the range of exp2
+    if (!Whole) weight[i] = select(seen.mask(i), weight[i], vf{});  // kMasked is not below the range of exp2
   }
   store(s.lanes[0][row % 16], (weight[0] + weight[1]) + (weight[2] + weight[3]));
   for (int i = 0; i < 4; i++) {
     weight[i] = weight[i] * value_scale[i];
-    if (!seen.whole()) weight[i] = select(seen.mask(i), weight[i], vf{});  // SAFETY: a free slot may hold any scale
+    if (!Whole) weight[i] = select(seen.mask(i), weight[i], vf{});  // SAFETY: a free slot may hold any scale
     store(&s.score[row][16 * i], weight[i]);
   }
   store(s.lanes[1][row % 16], max(max(weight[0], weight[1]), max(weight[2], weight[3])));
 }
 
-// One softmax update of all rows with the scores of the span that begins at token `start`.
+// One softmax update of all rows with the scores of the span that begins at token `start`; Whole: every row sees all of it.
 // PERF: in passes over 16 rows. One row alone is a chain of operations that wait for each other.
+template <bool Whole>
 TF_NOINLINE void weigh_rows(AttentionScratch& s, const Tile& tile, int start, const vf (&value_scale)[4]) {
   auto seen = [&](int r) { return Seen{start, tile.oldest(s.position[r]), s.position[r]}; };
   for (int first = 0; first < tile.rows(); first += 16) {
     const int count = std::min(16, tile.rows() - first), end = first + count;
-    for (int r = first; r < end; r++) store(s.lanes[0][r % 16], top_scores(s.score[r], seen(r)));
+    for (int r = first; r < end; r++) store(s.lanes[0][r % 16], top_scores<Whole>(s.score[r], seen(r)));
     const vf before = load(s.top + first), top = max(max_rows_lanes(s.lanes[0], count), before);
     const vf decay = exp2_weight(before - top);
     store(s.top + first, top);
     store(s.decay + first, decay);
-    for (int r = first; r < end; r++) weigh_row(s, r, seen(r), value_scale);
+    for (int r = first; r < end; r++) weigh_row<Whole>(s, r, seen(r), value_scale);
     store(s.total + first, load(s.total + first) * decay + sum_rows_lanes(s.lanes[0], count));
     const vf most = max_rows_lanes(s.lanes[1], count);
     alignas(64) float inverse[16];
@@ -143,7 +145,8 @@ void attend(const Cache& cache, const Tile& tile, AttentionScratch& s) {
     in_groups(rows, [&]<int R>(int row) { score_rows<R>(s, cache, block, blocks, row); });
     for (int b = blocks; b < 4; b++)
       for (int r = 0; r < rows; r++) store(&s.score[r][16 * b], splat(kMasked));
-    weigh_rows(s, tile, start, value_scale);
+    const bool whole = tile.oldest(last) <= start && start + kSpan - 1 <= tile.first_position;
+    (whole ? weigh_rows<true> : weigh_rows<false>)(s, tile, start, value_scale);
     in_groups(rows, [&]<int R>(int row) { sum_rows<R>(s, values, blocks, dim, rows, row); });
   }
 }

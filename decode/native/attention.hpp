@@ -83,9 +83,12 @@ struct AttentionScratch {
   void set_query(int row, const int8_t* q, float scale, int head_dim) {
     int32_t* to = query + row / kGroup * (head_dim / 4 * kPieces * kGroup) + row % kGroup;
     int total_q = 0;
-    for (int i = 0; i < head_dim; i++) total_q += q[i];
-    for (int i = 0; i < head_dim; i += 4)
-      for (int piece = 0; piece < kPieces; piece++, to += kGroup) *to = signed_word(load_word(q + i), piece);
+    for (int i = 0; i < head_dim; i += 16) {
+      int32_t words[kPieces][4];
+      total_q += split_signed(q + i, words);
+      for (int j = 0; j < 4; j++)
+        for (int piece = 0; piece < kPieces; piece++, to += kGroup) *to = words[piece][j];
+    }
     query_offset[row] = -128 * total_q;
     query_scale[row] = scale;
   }

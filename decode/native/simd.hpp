@@ -255,10 +255,15 @@ TF_INLINE vi signed_piece(vi bytes, int piece) {
   if (piece == 1) return bytes & int32_t(0xff00ff00);
   return {(half_i)_mm256_slli_epi16((__m256i)bytes.a, 8), (half_i)_mm256_slli_epi16((__m256i)bytes.b, 8)};
 }
-// The signed bytes of one word, not shifted.
-TF_INLINE int32_t signed_word(int32_t bytes, int piece) {
-  const uint32_t word = uint32_t(bytes) >> 8 * piece;
-  return int32_t(uint32_t(int8_t(word >> 16)) << 16 | uint16_t(int8_t(word)));
+// 16 signed bytes to their pieces, not shifted; returns what the bytes add up to.
+TF_INLINE int32_t split_signed(const int8_t* bytes, int32_t (*pieces)[4]) {
+  const __m128i all = _mm_loadu_si128((const __m128i*)bytes), odd = _mm_srai_epi16(all, 8);
+  const __m128i even = _mm_srai_epi16(_mm_slli_epi16(all, 8), 8);
+  _mm_storeu_si128((__m128i*)pieces[0], even);
+  _mm_storeu_si128((__m128i*)pieces[1], odd);
+  __m128i sum = _mm_madd_epi16(_mm_add_epi16(even, odd), _mm_set1_epi16(1));
+  sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
+  return _mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 1);
 }
 // 64 values in 0 .. 255 to their pieces, 64 bytes each.
 TF_INLINE void store_unsigned(uint8_t (*pieces)[64], const vi (&values)[4]) {
@@ -287,7 +292,12 @@ constexpr int kPieces = 1;
 constexpr int kSignedShift = 0;
 TF_INLINE vi unsigned_piece(vi bytes, int) { return bytes; }
 TF_INLINE vi signed_piece(vi bytes, int) { return bytes; }
-TF_INLINE int32_t signed_word(int32_t bytes, int) { return bytes; }
+TF_INLINE int32_t split_signed(const int8_t* bytes, int32_t (*pieces)[4]) {
+  std::memcpy(pieces[0], bytes, 16);
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += bytes[i];
+  return sum;
+}
 TF_INLINE void store_unsigned(uint8_t (*pieces)[64], const vi (&values)[4]) {
   for (int i = 0; i < 4; i++) store_bytes(pieces[0] + 16 * i, values[i]);
 }
