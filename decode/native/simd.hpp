@@ -364,7 +364,8 @@ TF_INLINE int32_t sum_lanes_i(vi v) {
 #endif
 }
 
-// Reductions of up to sixteen rows at once: lane i < count is what sum_lanes and max_lanes give for rows[i], bit for bit.
+// Reductions of up to sixteen rows at once: lane i < count is what sum_lanes or max_lanes gives for rows[i], bit for
+// bit.
 #if TOKENFERRY_AVX2
 template <typename F>
 TF_INLINE half_f reduce_eight(const float (*rows)[16], F&& f) {
@@ -393,8 +394,12 @@ TF_INLINE vf reduce_rows(const float (*rows)[16], int count, F&& f) {
   for (int i = 0; i < count; i++) reduced[i] = f(load(rows[i]));
   return load(reduced);
 }
-TF_INLINE vf sum_rows_lanes(const float (*rows)[16], int count) { return reduce_rows(rows, count, sum_lanes); }
-TF_INLINE vf max_rows_lanes(const float (*rows)[16], int count) { return reduce_rows(rows, count, max_lanes); }
+TF_INLINE vf sum_rows_lanes(const float (*rows)[16], int count) {
+  return reduce_rows(rows, count, [](vf v) { return sum_lanes(v); });
+}
+TF_INLINE vf max_rows_lanes(const float (*rows)[16], int count) {
+  return reduce_rows(rows, count, [](vf v) { return max_lanes(v); });
+}
 #endif
 
 // 2^x from the nearest integer n and 2^(x - n) by a polynomial that is exactly 1 at 0; x in [-126, 127].
