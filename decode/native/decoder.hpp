@@ -46,14 +46,15 @@ class RowBuffer {
 
 // What one thread keeps for itself.
 struct ThreadScratch {
+  static constexpr int kProducts = 20 * kRowBlock;  // rows of 16 channels
   AttentionScratch attention;
-  alignas(64) float product[8 * kRowBlock * kPanel];
+  alignas(64) float product[kProducts * kPanel];
   std::vector<float> best_value;  // [max_samples, 16]
   std::vector<int32_t> best_token;
   uint64_t step = 0;              // the step that the best belong to
 
   // Room for items of `panels` panels in a step of `rows` rows: how many, and where one is; every member finds the same.
-  static int places(int rows, int panels) { return 8 * kRowBlock / (panels * std::min(rows, kRowBlock)); }
+  static int places(int rows, int panels) { return kProducts / (panels * std::min(rows, kRowBlock)); }
   float* at(int place, int rows, int panels) { return product + place * panels * std::min(rows, kRowBlock) * kPanel; }
 };
 

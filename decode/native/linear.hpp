@@ -14,7 +14,9 @@ namespace tf {
 
 constexpr int kPanel = 16;  // output channels
 constexpr int kBlock = 32;  // inputs that share a scale
-constexpr int kRowBlock = 128;  // rows that share one pass over the weights
+// Rows that share one pass over the weights.
+// PERF: with AVX2 4 % faster than 128, whose activations do not fit the first-level cache.
+constexpr int kRowBlock = 48;
 
 enum Kind : int32_t { kQ4 = 4, kQ8 = 8 };
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__) && \
     !defined(TOKENFERRY_PORTABLE)
@@ -25,6 +26,7 @@
 #endif
 
 #define TF_INLINE inline __attribute__((always_inline))
+#define TF_LAMBDA __attribute__((always_inline))
 #define TF_NOINLINE __attribute__((noinline))  // PERF: a loop nest of its own gets all registers
 
 namespace tf {
@@ -313,6 +315,14 @@ TF_INLINE void with_constant(int n, F&& f) {
   if constexpr (Most > 1)
     if (n < Most) return with_constant<Most - 1>(n, f);
   f.template operator()<Most>();
+}
+
+// f.operator()<i>() for 0 <= i < N.
+// PERF: what a plain loop indexes GCC keeps in memory as well, even if it unrolls the loop and has the registers.
+template <int N, typename F>
+TF_INLINE void each(F&& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) TF_LAMBDA { (f.template operator()<I>(), ...); }
+  (std::make_integer_sequence<int, N>{});
 }
 
 // Horizontal reductions, always the same tree: lanes i and i + 8, then i + 4, i + 2, i + 1.
