@@ -15,6 +15,7 @@ Decoder::Decoder(const Model& m, const Limits& l)
       layers_(m.layers, m.layers + m.num_layers),
       cache_(cache_bytes(m, l.num_blocks)),
       hidden_(size_t(l.max_rows) * m.hidden),
+      last_(size_t(l.max_samples) * m.hidden),
       branch_(size_t(l.max_rows) * m.hidden),
       qkv_(size_t(l.max_rows) * (m.heads + 2 * m.kv_heads) * m.head_dim),
       input_(l.max_rows, m.hidden),
@@ -35,6 +36,8 @@ Decoder::Decoder(const Model& m, const Limits& l)
   }
 }
 
+int Decoder::tokens_of_a_tile() const { return std::max(1, kTileRows / (model_.heads / model_.kv_heads)); }
+
 // The longest loop that publishes.
 int Decoder::max_items(const Model& m, const Limits& l) {
   const int panels = std::max({(m.heads + 2 * m.kv_heads) * m.head_dim, m.hidden, m.inner}) / kPanel + 3;
@@ -47,7 +50,7 @@ Cache Decoder::cache(int layer) const {
 }
 
 void Decoder::plan_tiles(const Step& step) {
-  const int group = model_.heads / model_.kv_heads, most = std::max(1, kTileRows / group);
+  const int most = tokens_of_a_tile();
   tiles_.clear();
   for (int seq = 0; seq < step.num_seqs; seq++) {
     const int begin = step.row_starts[seq], end = step.row_starts[seq + 1];
@@ -57,7 +60,22 @@ void Decoder::plan_tiles(const Step& step) {
       block_[row] = table[position_[row] / kCacheBlock];
       slot_[row] = position_[row] % kCacheBlock;
     }
-    for (int row = begin; row < end; row += most) tiles_.push_back({seq, row, std::min(most, end - row)});
+    for (int row = begin; row < end; row += most) tiles_.push_back({seq, row, std::min(most, end - row), row});
+  }
+}
+
+// Of the rows that are sampled, which the last layer puts side by side.
+void Decoder::plan_last_tiles(const Step& step) {
+  const int most = tokens_of_a_tile();
+  last_tiles_.clear();
+  for (int i = 0, seq = 0; i < step.num_samples; i++) {
+    const int row = step.sample_rows[i];
+    while (row >= step.row_starts[seq + 1]) seq++;
+    TileRef* before = last_tiles_.empty() ? nullptr : &last_tiles_.back();
+    if (before && before->seq == seq && before->first + before->tokens == row && before->tokens < most)
+      before->tokens++;
+    else
+      last_tiles_.push_back({seq, row, 1, i});
   }
 }
 
@@ -66,7 +84,9 @@ void Decoder::step(const Step& step) {
   if (!step_.logits && step_.samplings) step_.logits = logits_.get();
   num_steps_++;
   plan_tiles(step);
-  team_.run({step.num_rows, int(tiles_.size()), step.num_samples, step.samplings ? step.num_samples : 0},
+  plan_last_tiles(step);
+  team_.run({step.num_rows, int(tiles_.size()), int(last_tiles_.size()), step.num_samples,
+             step.samplings ? step.num_samples : 0},
             profiled_ ? &profile_ : nullptr);
   choose(step);
 }
@@ -82,20 +102,28 @@ void Decoder::thread(int id, const Counts& counts, Team::Walk& walk) {
     float* out = hidden_.get() + size_t(row) * model_.hidden;
     dequantize_channel(model_.embed, step_.token_ids[row], model_.embed_scale, out);
   });
+  const Part all{counts.rows, hidden_.get(), tiles_, counts.tiles};
+  const Part last{counts.samples, last_.get(), last_tiles_, counts.last_tiles};
   for (int index = 0; index < model_.num_layers; index++) {
+    const Layer& layer = layers_[index];
     const float* pending = index ? layers_[index - 1].post_mlp_norm : nullptr;
-    walk.loop(kNorm, counts.rows, [&](int row) {
-      finish_residual(row, pending);
-      norm_quantize(hidden_.get() + size_t(row) * model_.hidden, layers_[index].attn_norm, model_.eps,
-                    input_.rows.from(row));
+    walk.loop(kNorm, all.rows, [&](int row) {
+      finish_residual(all.hidden, row, pending);
+      norm_quantize(all.hidden + size_t(row) * model_.hidden, layer.attn_norm, model_.eps, input_.rows.from(row));
     });
-    attention_layer(layers_[index], index, counts, walk, scratch);
-    mlp_layer(layers_[index], counts, walk, scratch);
+    store_layer(layer, cache(index), all.rows, walk, scratch);
+    const bool is_last = index == model_.num_layers - 1;
+    if (is_last)  // PERF: the others are not needed any more, 3 % of a prefill
+      walk.loop(kNorm, last.rows, [&](int i) {
+        std::copy_n(all.hidden + size_t(step_.sample_rows[i]) * model_.hidden, model_.hidden,
+                    last.hidden + size_t(i) * model_.hidden);
+      });
+    attention_layer(layer, cache(index), is_last ? last : all, walk, scratch);
+    mlp_layer(layer, is_last ? last : all, walk, scratch);
   }
-  walk.loop(kNorm, counts.samples, [&](int i) {
-    const int row = step_.sample_rows[i];
-    finish_residual(row, layers_.back().post_mlp_norm);
-    norm_quantize(hidden_.get() + size_t(row) * model_.hidden, model_.final_norm, model_.eps, sampled_.rows.from(i));
+  walk.loop(kNorm, last.rows, [&](int i) {
+    finish_residual(last.hidden, i, layers_.back().post_mlp_norm);
+    norm_quantize(last.hidden + size_t(i) * model_.hidden, model_.final_norm, model_.eps, sampled_.rows.from(i));
   });
   head(counts, walk, scratch);
   walk.loop(kSample, counts.draws, [&](int i) {
@@ -114,37 +142,40 @@ void Decoder::sample_row(int i) {
   step_.tokens[i] = sample(logits, model_.vocab, step_.samplings[i], step_, step_.logprobs ? step_.logprobs + i : nullptr);
 }
 
-void Decoder::attention_layer(const Layer& layer, int index, const Counts& counts, Team::Walk& walk,
-                              ThreadScratch& scratch) {
-  const Cache kv = cache(index);
+// Queries of the rows; their keys and values into the cache.
+void Decoder::store_layer(const Layer& layer, const Cache& kv, int num_rows, Team::Walk& walk, ThreadScratch& scratch) {
   const int q_columns = model_.heads * model_.head_dim, kv_columns = model_.kv_heads * model_.head_dim;
   const size_t stride = q_columns + 2 * kv_columns;
   const int q_panels = layer.q.panels(), kv_panels = layer.k.panels();
-  const int panels = q_panels + 2 * kv_panels, row_blocks = (counts.rows + kRowBlock - 1) / kRowBlock;
-  const int places = scratch.places(counts.rows, 1);
+  const int panels = q_panels + 2 * kv_panels, row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+  const int places = scratch.places(num_rows, 1);
   auto compute = [&](int item, int place) {
     const int panel = item % panels, first = item / panels * kRowBlock;
-    const int count = std::min(kRowBlock, counts.rows - first);
+    const int count = std::min(kRowBlock, num_rows - first);
     const bool is_q = panel < q_panels, is_k = !is_q && panel < q_panels + kv_panels;
     const Linear& w = is_q ? layer.q : is_k ? layer.k : layer.v;
     panel_product(w, is_q ? panel : (panel - q_panels) % kv_panels, input_.rows, first, count,
-                  scratch.at(place, counts.rows, 1), kPanel);
+                  scratch.at(place, num_rows, 1), kPanel);
   };
   auto publish = [&](int item, int place) {  // the three outputs lie side by side
     const int panel = item % panels, first = item / panels * kRowBlock;
-    const int count = std::min(kRowBlock, counts.rows - first);
-    const float* product = scratch.at(place, counts.rows, 1);
+    const int count = std::min(kRowBlock, num_rows - first);
+    const float* product = scratch.at(place, num_rows, 1);
     for (int r = 0; r < count; r++)
       store(qkv_.get() + (first + r) * stride + panel * kPanel, load(product + r * kPanel));
   };
   walk.loop(kQkv, panels * row_blocks, places, compute, publish);
-  walk.loop(kAppend, counts.rows * model_.kv_heads, [&](int item) {
+  walk.loop(kAppend, num_rows * model_.kv_heads, [&](int item) {
     append_row(layer, kv, item / model_.kv_heads, item % model_.kv_heads);
   });
-  walk.loop(kAttend, counts.tiles * model_.kv_heads, [&](int item) {
-    attend_tile(layer, kv, tiles_[item / model_.kv_heads], item % model_.kv_heads, scratch.attention);
+}
+
+void Decoder::attention_layer(const Layer& layer, const Cache& kv, const Part& part, Team::Walk& walk,
+                              ThreadScratch& scratch) {
+  walk.loop(kAttend, part.num_tiles * model_.kv_heads, [&](int item) {
+    attend_tile(layer, kv, part.tiles[item / model_.kv_heads], item % model_.kv_heads, scratch.attention);
   });
-  project_add(kAttnOut, layer.attn_out, attended_.rows, counts.rows, layer.post_attn_norm, walk, scratch);
+  project_add(kAttnOut, layer.attn_out, attended_.rows, part, layer.post_attn_norm, walk, scratch);
 }
 
 // Finish the key, value and queries of one row and key/value head: norm, rotate, quantise, store.
@@ -177,7 +208,7 @@ void Decoder::attend_tile(const Layer& layer, const Cache& kv, const TileRef& re
   attend(kv, tile, s);
   for (int r = 0; r < tile.rows(); r++) {
     const int first_block = (kv_head * group + r % group) * (dim / kBlock);
-    const Rows out = attended_.rows.from(ref.first + r / group);
+    const Rows out = attended_.rows.from(ref.to + r / group);
     const float inverse = 1.0f / s.total[r];
     for (int b = 0; b < dim / kBlock; b++) {
       const float* sum = s.sum + size_t(2 * b * tile.rows() + r) * 16;
@@ -186,16 +217,16 @@ void Decoder::attend_tile(const Layer& layer, const Cache& kv, const TileRef& re
   }
 }
 
-void Decoder::mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch) {
-  walk.loop(kNorm, counts.rows, [&](int row) {
-    finish_residual(row, layer.post_attn_norm);
-    norm_quantize(hidden_.get() + size_t(row) * model_.hidden, layer.mlp_norm, model_.eps, input_.rows.from(row));
+void Decoder::mlp_layer(const Layer& layer, const Part& part, Team::Walk& walk, ThreadScratch& scratch) {
+  walk.loop(kNorm, part.rows, [&](int row) {
+    finish_residual(part.hidden, row, layer.post_attn_norm);
+    norm_quantize(part.hidden + size_t(row) * model_.hidden, layer.mlp_norm, model_.eps, input_.rows.from(row));
   });
-  const int units = model_.inner / kBlock, row_blocks = (counts.rows + kRowBlock - 1) / kRowBlock;
+  const int units = model_.inner / kBlock, row_blocks = (part.rows + kRowBlock - 1) / kRowBlock;
   auto compute = [&](int item, int place) {
     const int unit = item % units, first = item / units * kRowBlock;
-    const int count = std::min(kRowBlock, counts.rows - first);
-    float* out = scratch.at(place, counts.rows, 4);  // [row][half]: gated; then [row][half]: up
+    const int count = std::min(kRowBlock, part.rows - first);
+    float* out = scratch.at(place, part.rows, 4);  // [row][half]: gated; then [row][half]: up
     float* up = out + count * kBlock;
     for (int half = 0; half < 2; half++) {
       panel_product(layer.gate, 2 * unit + half, input_.rows, first, count, out + half * kPanel, kBlock);
@@ -205,18 +236,19 @@ void Decoder::mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& wa
   };
   auto publish = [&](int item, int place) {
     const int unit = item % units, first = item / units * kRowBlock;
-    const int count = std::min(kRowBlock, counts.rows - first);
-    const float* out = scratch.at(place, counts.rows, 4);
+    const int count = std::min(kRowBlock, part.rows - first);
+    const float* out = scratch.at(place, part.rows, 4);
     for (int r = 0; r < count; r++, out += kBlock)
       quantize_block(load(out), load(out + kPanel), inner_.rows.from(first + r), unit);
   };
-  walk.loop(kGateUp, units * row_blocks, scratch.places(counts.rows, 4), compute, publish);
-  project_add(kDown, layer.down, inner_.rows, counts.rows, layer.post_mlp_norm, walk, scratch);
+  walk.loop(kGateUp, units * row_blocks, scratch.places(part.rows, 4), compute, publish);
+  project_add(kDown, layer.down, inner_.rows, part, layer.post_mlp_norm, walk, scratch);
 }
 
 // The sub-layer's output goes straight into the residual stream, or to branch_ when a norm comes first.
-void Decoder::project_add(Phase phase, const Linear& w, const Rows& x, int num_rows, const float* post_norm,
+void Decoder::project_add(Phase phase, const Linear& w, const Rows& x, const Part& part, const float* post_norm,
                           Team::Walk& walk, ThreadScratch& scratch) {
+  const int num_rows = part.rows;
   const int panels = w.panels(), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
   auto compute = [&](int item, int place) {
     const int panel = item % panels, first = item / panels * kRowBlock;
@@ -227,16 +259,16 @@ void Decoder::project_add(Phase phase, const Linear& w, const Rows& x, int num_r
     const int panel = item % panels, first = item / panels * kRowBlock;
     const int count = std::min(kRowBlock, num_rows - first);
     const float* product = scratch.at(place, num_rows, 1);
-    float* to = (post_norm ? branch_ : hidden_).get() + size_t(first) * model_.hidden + panel * kPanel;
+    float* to = (post_norm ? branch_.get() : part.hidden) + size_t(first) * model_.hidden + panel * kPanel;
     for (int r = 0; r < count; r++, to += model_.hidden, product += kPanel)
       store(to, post_norm ? load(product) : load(to) + load(product));
   };
   walk.loop(phase, panels * row_blocks, scratch.places(num_rows, 1), compute, publish);
 }
 
-void Decoder::finish_residual(int row, const float* post_norm) {
+void Decoder::finish_residual(float* hidden, int row, const float* post_norm) {
   const size_t at = size_t(row) * model_.hidden;
-  if (post_norm) norm_add(branch_.get() + at, post_norm, model_.eps, model_.hidden, hidden_.get() + at);
+  if (post_norm) norm_add(branch_.get() + at, post_norm, model_.eps, model_.hidden, hidden + at);
 }
 
 void Decoder::head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch) {

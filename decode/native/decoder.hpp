@@ -54,7 +54,7 @@ struct ThreadScratch {
   uint64_t step = 0;              // the step that the best belong to
 
   // Room for items of `panels` panels in a step of `rows` rows: how many, and where one is; every member finds the same.
-  static int places(int rows, int panels) { return kProducts / (panels * std::min(rows, kRowBlock)); }
+  static int places(int rows, int panels) { return kProducts / (panels * std::clamp(rows, 1, kRowBlock)); }
   float* at(int place, int rows, int panels) { return product + place * panels * std::min(rows, kRowBlock) * kPanel; }
 };
 
@@ -71,23 +71,34 @@ class Decoder {
   static size_t cache_bytes(const Model& model, int num_blocks);
 
  private:
+  // Rows first .. first + tokens of one sequence; what they attend to goes to rows `to` on.
   struct TileRef {
-    int32_t seq, first, tokens;
+    int32_t seq, first, tokens, to;
+  };
+  // The rows that a part of the step is about, and their residual stream, [rows, hidden].
+  struct Part {
+    int rows;
+    float* hidden;
+    const std::vector<TileRef>& tiles;
+    int num_tiles;
   };
 
   void plan_tiles(const Step& step);
+  void plan_last_tiles(const Step& step);
   void thread(int id, const Counts& counts, Team::Walk& walk);
-  void attention_layer(const Layer& layer, int index, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
-  void mlp_layer(const Layer& layer, const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
+  void store_layer(const Layer& layer, const Cache& kv, int num_rows, Team::Walk& walk, ThreadScratch& scratch);
+  void attention_layer(const Layer& layer, const Cache& kv, const Part& part, Team::Walk& walk, ThreadScratch& scratch);
+  void mlp_layer(const Layer& layer, const Part& part, Team::Walk& walk, ThreadScratch& scratch);
   void append_row(const Layer& layer, const Cache& cache, int row, int kv_head);
   void attend_tile(const Layer& layer, const Cache& cache, const TileRef& ref, int kv_head, AttentionScratch& scratch);
-  void project_add(Phase phase, const Linear& w, const Rows& x, int num_rows, const float* post_norm, Team::Walk& walk,
-                   ThreadScratch& scratch);
-  void finish_residual(int row, const float* post_norm);
+  void project_add(Phase phase, const Linear& w, const Rows& x, const Part& part, const float* post_norm,
+                   Team::Walk& walk, ThreadScratch& scratch);
+  void finish_residual(float* hidden, int row, const float* post_norm);
   void head(const Counts& counts, Team::Walk& walk, ThreadScratch& scratch);
   void choose(const Step& step);
   void sample_row(int i);
   Cache cache(int layer) const;
+  int tokens_of_a_tile() const;
   static int max_items(const Model& model, const Limits& limits);
 
   const Model model_;
@@ -95,6 +106,7 @@ class Decoder {
   const std::vector<Layer> layers_;
   Buffer<uint8_t> cache_;
   Buffer<float> hidden_;   // [max_rows, hidden]: the residual stream
+  Buffer<float> last_;     // [max_samples, hidden]: the same in the last layer, of the rows that are sampled
   Buffer<float> branch_;   // [max_rows, hidden]: output of a sub-layer that still has to be normed
   Buffer<float> qkv_;      // [max_rows, (heads + 2 kv_heads) * head_dim]
   RowBuffer input_;        // [max_rows, hidden]: normed residual
@@ -105,7 +117,7 @@ class Decoder {
   Buffer<float> query_scale_;
   Buffer<float> logits_;   // [max_samples, vocab rounded up to 16]: touched only when a row is sampled
   std::vector<int32_t> position_, block_, slot_;  // per row
-  std::vector<TileRef> tiles_;
+  std::vector<TileRef> tiles_, last_tiles_;
   Step step_ = {};
   uint64_t num_steps_ = 0;
   bool profiled_ = false;

@@ -20,7 +20,7 @@ namespace tf {
 
 // How much there is to do in one job; every member walks through the same phases because it has the same counts.
 struct Counts {
-  int rows, tiles, samples, draws;
+  int rows, tiles, last_tiles, samples, draws;
 };
 
 // The phases of a step, for the profile.
@@ -118,14 +118,15 @@ class Team {
     job_.fetch_add(1, std::memory_order_acq_rel);  // odd: being written
     std::atomic_thread_fence(std::memory_order_release);  // whoever reads a new value below sees the odd number
     base_.store(base, std::memory_order_relaxed);
-    const int values[] = {counts.rows, counts.tiles, counts.samples, counts.draws};
-    for (int i = 0; i < 4; i++) counts_[i].store(values[i], std::memory_order_relaxed);
+    const int values[] = {counts.rows, counts.tiles, counts.last_tiles, counts.samples, counts.draws};
+    for (int i = 0; i < kNumCounts; i++) counts_[i].store(values[i], std::memory_order_relaxed);
     announce();
     Walk walk(*this, base, profile);
     body_(0, counts, walk);
   }
 
  private:
+  static constexpr int kNumCounts = sizeof(Counts) / sizeof(int);
   static constexpr int kChunks = 4;  // per member and phase: fewer leave members idle at the end, more cost atomics
   static constexpr std::chrono::microseconds kPatience{50};  // about what falling asleep and waking up costs
 
@@ -179,13 +180,13 @@ class Team {
       const uint32_t job = wait_for(job_, [&](uint32_t j) { return j != last && j % 2 == 0; });
       if (stopped_.load(std::memory_order_relaxed)) return;
       const uint64_t base = base_.load(std::memory_order_relaxed);
-      int values[4];
-      for (int i = 0; i < 4; i++) values[i] = counts_[i].load(std::memory_order_relaxed);
+      int values[kNumCounts];
+      for (int i = 0; i < kNumCounts; i++) values[i] = counts_[i].load(std::memory_order_relaxed);
       std::atomic_thread_fence(std::memory_order_acquire);
       if (job_.load(std::memory_order_relaxed) != job) continue;  // a later job was written meanwhile
       last = job;
       Walk walk(*this, base, nullptr);
-      body_(id, Counts{values[0], values[1], values[2], values[3]}, walk);
+      body_(id, Counts{values[0], values[1], values[2], values[3], values[4]}, walk);
     }
   }
 
@@ -193,7 +194,7 @@ class Team {
   const Body body_;
   std::atomic<bool> stopped_{false};
   std::atomic<uint64_t> base_{0};
-  std::atomic<int> counts_[4] = {};
+  std::atomic<int> counts_[kNumCounts] = {};
   const std::unique_ptr<std::atomic<uint64_t>[]> claimed_;  // by place of a chunk in its phase: number of the last + 1
   alignas(64) std::atomic<uint32_t> job_{0};
   alignas(64) std::atomic<uint64_t> next_{0};
