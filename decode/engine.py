@@ -6,7 +6,7 @@ a plan is executed: that is a `ModelRunner` (`decode.model_runner` with torch, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from decode.block_manager import BlockManager
@@ -19,8 +19,9 @@ from decode.errors import (
     TokenOutOfRange,
 )
 from decode.grammar import Grammars
+from decode.lookup import PromptLookup
 from decode.sampling import Chosen, TokenLogprobs
-from decode.scheduler import Scheduler, StepPlan
+from decode.scheduler import ScheduledSequence, Scheduler, StepPlan
 from decode.sequence import FinishReason, Sequence
 
 
@@ -28,10 +29,11 @@ class ModelRunner(Protocol):
     """Executes a plan: writes the K/V of the scheduled tokens into their blocks and chooses the next tokens."""
 
     def execute(self, plan: StepPlan) -> Chosen:
-        """One token for every ScheduledSequence with `samples`, in plan order, and what else it asked for.
+        """A token for each of `plan.choices()`, and what else its sequence asked for.
 
-        A token depends on its own sequence alone: the tokens and `sampling`, `adjustments` and `grammar`. The mask of
-        a grammar is asked for when the logits are there, no earlier: it is being computed.
+        A token depends on its own sequence alone: the tokens and `sampling`, `adjustments` and `grammar`, and behind
+        drafts on these. The mask of a grammar is asked for when the logits are there, no earlier: it is being
+        computed.
         May raise; then nothing counts as computed and the plan's sequences are scheduled again.
         """
         ...
@@ -55,6 +57,9 @@ class EngineConfig:
     """The execution variant, for people; the fingerprint covers it."""
     architecture: str = "scripted"
     """The family of the checkpoint, for people; the fingerprint covers it."""
+    max_draft_rows: int = 0
+    """Tokens are drafted in steps of at most so many rows, drafts included; 0: never. Needs a runner that computes
+    drafts, and gives a token the same bits with several rows of its sequence as one after the other."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "block_size", "vocab_size"):
@@ -120,9 +125,13 @@ class Engine:
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_draft_rows=config.max_draft_rows,
         )
         self._sequences: dict[str, Sequence] = {}
         self._complete: list[SequenceOutput] = []
+        self.num_draft_tokens = 0
+        """Since the start, as those of which were right."""
+        self.num_accepted_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Take a new sequence; it runs when its turn comes.
@@ -158,6 +167,8 @@ class Engine:
             sequence.grammar = self._grammars.matcher(
                 sequence.sequence_id, sequence.sampling, sequence.output_token_ids
             )
+        if config.max_draft_rows:
+            sequence.lookup = PromptLookup.of(sequence.sampling, sequence.num_prompt_tokens, config.max_sequence_len)
         self._sequences[sequence.sequence_id] = sequence
         self._scheduler.add(sequence)
 
@@ -191,9 +202,9 @@ class Engine:
 
     def _commit(self, plan: StepPlan, step: Chosen, outputs: list[SequenceOutput]) -> None:
         token_ids, logprobs = step.token_ids, step.logprobs
-        num_samples = sum(scheduled.samples for scheduled in plan.scheduled)
+        num_samples = sum(scheduled.samples + len(scheduled.draft_token_ids) for scheduled in plan.scheduled)
         if len(token_ids) != num_samples:
-            raise IntegrityError(f"the runner chose {len(token_ids)} tokens for {num_samples} sampling sequences")
+            raise IntegrityError(f"the runner chose {len(token_ids)} tokens for {num_samples} rows that sample")
         commit, max_len = self._blocks.commit, self.config.max_sequence_len
         num_chosen = 0
         for scheduled in plan.scheduled:
@@ -203,11 +214,35 @@ class Engine:
                 continue
             output = _continued(sequence, token_ids[num_chosen], max_len, logprobs.get(num_chosen))
             num_chosen += 1
+            if scheduled.draft_token_ids:
+                num_rows = len(scheduled.draft_token_ids)
+                output = self._accept(scheduled, output, token_ids[num_chosen : num_chosen + num_rows])
+                num_chosen += num_rows
             outputs.append(output)
             if output.finish_reason is not None or output.failure is not None:
                 del self._sequences[sequence.sequence_id]
                 self._scheduler.remove(sequence)
                 self._recover()
+
+    def _accept(self, scheduled: ScheduledSequence, output: SequenceOutput, token_ids: list[int]) -> SequenceOutput:
+        """Go on with the token that was chosen behind each draft, as long as the drafts before it were right.
+
+        The K/V of a draft that was wrong is not committed: its place is computed again with the right token.
+        """
+        sequence, chosen, reason = scheduled.sequence, [*output.token_ids], output.finish_reason
+        for draft, token_id in zip(scheduled.draft_token_ids, token_ids, strict=True):
+            if reason is not None or chosen[-1] != draft:
+                break
+            self._blocks.commit(sequence, 1)
+            sequence.append_token(token_id)
+            chosen.append(token_id)
+            reason = sequence.finish_reason(self.config.max_sequence_len)
+        num_accepted = len(chosen) - len(output.token_ids)
+        self.num_draft_tokens += len(token_ids)
+        self.num_accepted_tokens += num_accepted
+        assert sequence.lookup is not None
+        sequence.lookup.learn(len(token_ids), num_accepted, sequence.num_tokens)
+        return replace(output, token_ids=tuple(chosen), finish_reason=reason)
 
     def shed(self) -> Shed:
         """Give up half of the load after a step that the device could not hold, and say what that was.

@@ -18,7 +18,7 @@ from decode.engine import Engine, EngineConfig, ModelRunner
 from decode.errors import DecodeError
 from decode.grammar import Grammars
 from decode.native_build import NativeUnavailable
-from decode.native_runner import NATIVE_VARIANTS, NativeModelRunner, native_execution
+from decode.native_runner import MAX_DRAFT_ROWS, NATIVE_VARIANTS, NativeModelRunner, native_execution
 from decode.vocabulary import checkpoint_vocabulary
 
 log = logging.getLogger(__name__)
@@ -47,10 +47,12 @@ def load_engine(
     max_num_batched_tokens: int,
     num_threads: int,
     cache_dir: Path,
+    prompt_lookup: bool = False,
     progress: Progress | None = None,
 ) -> Engine:
     """`max_model_len` 0 means the checkpoint's, `num_threads` 0 chooses. `cache_dir` keeps what the native variants
-    make once: the compiled library and the repacked weights. The variant that was chosen is in `engine.config`.
+    make once: the compiled library and the repacked weights. With `prompt_lookup` the native variants draft tokens,
+    the others never do. The variant that was chosen is in `engine.config`.
 
     Raises UnsupportedVariant, and ValueError naming a limit that makes no sense.
     """
@@ -74,6 +76,7 @@ def load_engine(
             fingerprint=fingerprint(checkpoint, chosen, device),
             variant=chosen,
             architecture=checkpoint.config.family,
+            max_draft_rows=MAX_DRAFT_ROWS if prompt_lookup and chosen in NATIVE_VARIANTS else 0,
             **limits,
         )
 

@@ -12,13 +12,16 @@ The policy, in the order it is applied:
 3. Admission, when a prefill's turn comes to one that waits: it gets blocks for all its tokens at once, so a prefill
    never stalls half-way. One that does not fit is passed over; after `MAX_OVERTAKEN` times it is waited for.
    One whose next block is just being computed by another sequence is passed over too: it will find it in the cache.
+4. Drafts, in a step of a few decodes and nothing else: rows behind a sequence's last token for the tokens that it
+   may go on with, up to `max_draft_rows` rows in all. They take free blocks only while nobody waits and one for each
+   sequence that runs stays spare, as in admission.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode.block_manager import BlockManager
 from decode.sequence import Sequence
@@ -30,13 +33,15 @@ MAX_OVERTAKEN = 32
 class ScheduledSequence:
     """Compute tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of `sequence` in this step.
 
-    `samples`: these are its last tokens, so the logits of the last one give the next token.
+    `samples`: these are its last tokens, so the logits of the last one give the next token. Only then it may have
+    drafts: they are computed as if they followed, and the logits of each of them give a token, too.
     """
 
     sequence: Sequence
     num_computed_tokens: int
     num_scheduled_tokens: int
     samples: bool
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,23 @@ class StepPlan:
     preempted: tuple[str, ...]
     block_size: int
 
+    def choices(self) -> list[tuple[Sequence, int]]:
+        """Whose token and which index of its output: for every token to choose, in order."""
+        return [
+            (scheduled.sequence, scheduled.sequence.num_output_tokens + number)
+            for scheduled in self.scheduled
+            for number in range(scheduled.samples + len(scheduled.draft_token_ids))
+        ]
+
 
 class Scheduler:
     """Sequences wait in `waiting` and run in `admitted`, both in order of arrival."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_draft_rows: int = 0
+    ) -> None:
         self._blocks = blocks
+        self._max_draft_rows = max_draft_rows
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []
@@ -94,7 +110,8 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         prefilling: list[Sequence] = []
         preempted = self._schedule_decodes(scheduled, prefilling)
-        budget = self.max_num_batched_tokens - len(scheduled)
+        num_decodes = len(scheduled)
+        budget = self.max_num_batched_tokens - num_decodes
         may_admit = bool(self.waiting) and not preempted and len(self.admitted) < self.max_num_seqs
         if prefilling or may_admit:
             grants = self._grant_prefills(prefilling, self.waiting if may_admit else (), budget)
@@ -102,6 +119,8 @@ class Scheduler:
                 computed = sequence.num_computed_tokens
                 samples = computed + num_tokens == len(sequence.token_ids)
                 scheduled.append(ScheduledSequence(sequence, computed, num_tokens, samples))
+        if num_decodes < self._max_draft_rows and len(scheduled) == num_decodes:
+            self._add_drafts(scheduled)
         return StepPlan(tuple(scheduled), tuple(preempted), self._blocks.block_size)
 
     def _schedule_decodes(self, scheduled: list[ScheduledSequence], prefilling: list[Sequence]) -> list[str]:
@@ -125,6 +144,26 @@ class Scheduler:
             else:
                 preempted.append(self.preempt_latest().sequence_id)
         return preempted
+
+    def _add_drafts(self, decodes: list[ScheduledSequence]) -> None:
+        """Share the rows that are left among the decodes, the first ones first."""
+        num_rows = min(self._max_draft_rows, self.max_num_batched_tokens) - len(decodes)
+        for index, scheduled in enumerate(decodes):
+            sequence = scheduled.sequence
+            share = -(-num_rows // (len(decodes) - index))
+            if sequence.lookup is None or not (draft := sequence.lookup.draft(sequence.token_ids, share)):
+                continue
+            draft = draft[: self._num_slots_ahead(sequence, len(draft))]
+            decodes[index] = replace(scheduled, draft_token_ids=draft)
+            num_rows -= len(draft)
+
+    def _num_slots_ahead(self, sequence: Sequence, num_wanted: int) -> int:
+        """How many tokens its blocks have room for behind its last one; gives it blocks that nobody else needs."""
+        blocks, table, num_tokens = self._blocks, sequence.block_table, len(sequence.token_ids)
+        may_take = not self.waiting
+        while may_take and len(table) * blocks.block_size < num_tokens + num_wanted:
+            may_take = blocks.num_free_blocks > len(self.admitted) and blocks.append_block(sequence)
+        return len(table) * blocks.block_size - num_tokens
 
     def _grant_prefills(
         self, prefilling: list[Sequence], waiting: Iterable[Sequence], budget: int

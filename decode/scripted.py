@@ -128,14 +128,16 @@ class ScriptedRunner:
         chosen: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for scheduled, context in zip(plan.scheduled, digests, strict=True):
-            digest = self._compute(scheduled, context)
+            digests_of_rows = self._compute(scheduled, context)
             if scheduled.samples:
-                sequence = scheduled.sequence
+                sequence, drafts = scheduled.sequence, scheduled.draft_token_ids
                 sampling, num_prompt_tokens = sequence.sampling, sequence.num_prompt_tokens
-                token = _choose(digest, sequence.token_ids, num_prompt_tokens, sampling, sequence.grammar)
-                if sampling.num_logprobs is not None:
-                    logprobs[len(chosen)] = _logprobs(digest, token, sampling.num_logprobs)
-                chosen.append(token)
+                for number, digest in enumerate(digests_of_rows):
+                    token_ids = [*sequence.token_ids, *drafts[:number]] if number else sequence.token_ids
+                    token = _choose(digest, token_ids, num_prompt_tokens, sampling, sequence.grammar)
+                    if sampling.num_logprobs is not None:
+                        logprobs[len(chosen)] = _logprobs(digest, token, sampling.num_logprobs)
+                    chosen.append(token)
         return Chosen(chosen, logprobs)
 
     def _read(self, sequence: Sequence, num_tokens: int) -> bytes:
@@ -144,15 +146,22 @@ class ScriptedRunner:
         blocks = sequence.block_table[: -(-num_tokens // block_size)]
         return self._memory[blocks].tobytes()[: 4 * num_tokens]
 
-    def _compute(self, scheduled: ScheduledSequence, context: int) -> int:
-        """Write the values of the scheduled tokens into their slots; the digest of all values so far."""
-        sequence, first = scheduled.sequence, scheduled.num_computed_tokens
-        last = first + scheduled.num_scheduled_tokens
-        values, digest = _run(sequence.token_ids[first:last], context)
+    def _compute(self, scheduled: ScheduledSequence, digest: int) -> list[int]:
+        """Write the values of the scheduled tokens and drafts into their slots, behind those with `digest`.
+
+        The digests of all values up to the last token, and up to each draft.
+        """
+        sequence, position = scheduled.sequence, scheduled.num_computed_tokens
+        last = position + scheduled.num_scheduled_tokens
         block_size, block_table = self._memory.shape[1], sequence.block_table
-        for position, value in enumerate(values, first):
-            self._slots[block_table[position // block_size] * block_size + position % block_size] = value
-        return digest
+        digests = []
+        for token_ids in (sequence.token_ids[position:last], *([draft] for draft in scheduled.draft_token_ids)):
+            values, digest = _run(token_ids, digest)
+            for value in values:
+                self._slots[block_table[position // block_size] * block_size + position % block_size] = value
+                position += 1
+            digests.append(digest)
+        return digests
 
 
 def scripted_engine(

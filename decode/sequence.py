@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from typing import Literal
 
 from decode.grammar import GrammarMatcher
+from decode.lookup import PromptLookup
 from decode.sampling import LogitAdjustments, SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -31,6 +32,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "grammar",
+        "lookup",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_overtaken",
@@ -70,6 +72,8 @@ class Sequence:
         """What penalties and biases make of the output so far; None: nothing."""
         self.grammar: GrammarMatcher | None = None
         """Where the output stands in its grammar, set when the engine takes the sequence."""
+        self.lookup: PromptLookup | None = None
+        """Who drafts its next tokens, set when the engine takes the sequence; None: nobody."""
 
     def __repr__(self) -> str:
         return (

@@ -17,6 +17,7 @@ from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate
 from decode.sequence import Sequence
+from tests.decode.guesses import Guesses, guesses_of
 
 SIZE = 4
 
@@ -39,7 +40,12 @@ class Runner:
 
 
 def engine_and_runner(
-    *, num_blocks: int = 100, max_model_len: int = 200, max_num_seqs: int = 8, max_num_batched_tokens: int = 16
+    *,
+    num_blocks: int = 100,
+    max_model_len: int = 200,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 16,
+    max_draft_rows: int = 0,
 ) -> tuple[Engine, Runner]:
     runner = Runner(num_blocks)
     config = EngineConfig(
@@ -50,6 +56,7 @@ def engine_and_runner(
         fingerprint="f",
         block_size=SIZE,
         vocab_size=1000,
+        max_draft_rows=max_draft_rows,
     )
     return Engine(runner, config), runner
 
@@ -431,3 +438,164 @@ def test_a_limit_below_one_is_refused_by_name(field: str) -> None:
 def test_a_token_budget_below_one_token_a_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens is 7, must be at least max_num_seqs, 8"):
         EngineConfig(num_blocks=4, max_model_len=9, max_num_seqs=8, max_num_batched_tokens=7, fingerprint="f")
+
+
+def drafting(
+    *wrong: int, prompt: list[int] | None = None, limits: dict[str, int] | None = None, **sampling: object
+) -> tuple[Engine, Runner, Guesses, list[int]]:
+    """An engine with sequence "a", whose 8 drafts a step are the text of the model, but for the indices `wrong`."""
+    engine, runner = engine_and_runner(**({"max_draft_rows": 9} | (limits or {})))
+    one = sequence("a", prompt or prompt_of(10), **sampling)
+    text, _ = generate(one.token_ids, SamplingParams(max_tokens=100, ignore_eos=True), 1000)
+    engine.add(one)
+    one.lookup = guesses = guesses_of(one, text, is_wrong_at=frozenset(wrong))
+    return engine, runner, guesses, text
+
+
+def test_drafts_that_are_right_are_kept_with_the_token_behind_them() -> None:
+    engine, _, guesses, expected = drafting(max_tokens=20)
+    outputs = run(engine)["a"]
+    assert [(output.first_index, len(output.token_ids)) for output in outputs] == [(0, 1), (1, 9), (10, 9), (19, 1)]
+    assert text(outputs) == expected[:20]
+    assert guesses.learned == [(8, 8), (8, 8), (8, 0)]
+    assert (engine.num_draft_tokens, engine.num_accepted_tokens) == (24, 16)
+
+
+def test_the_token_in_place_of_the_first_wrong_draft_is_kept_and_what_is_behind_it_is_not() -> None:
+    engine, _, guesses, expected = drafting(4, 6, max_tokens=10)
+    outputs = run(engine)["a"]
+    assert [output.token_ids for output in outputs] == [
+        tuple(expected[first:last]) for first, last in ((0, 1), (1, 5), (5, 7), (7, 10))
+    ]
+    assert guesses.learned == [(8, 3), (8, 1), (8, 2)]
+
+
+def test_a_stop_token_among_the_drafts_ends_the_sequence() -> None:
+    _, _, _, expected = drafting()
+    assert expected[5] not in expected[:5]
+    engine, _, _, _ = drafting(max_tokens=20, stop_token_ids=(expected[5],))
+    outputs = run(engine)["a"]
+    assert text(outputs) == expected[:6]
+    assert [output.finish_reason for output in outputs] == [None, "stop"]
+
+
+def test_a_stop_token_behind_the_last_draft_ends_the_sequence() -> None:
+    _, _, _, expected = drafting()
+    engine, _, _, _ = drafting(limits={"max_draft_rows": 5}, max_tokens=20, stop_token_ids=(expected[5],))
+    outputs = run(engine)["a"]
+    assert (text(outputs), outputs[-1].finish_reason) == (expected[:6], "stop")
+    assert len(outputs) == 2
+
+
+@pytest.mark.parametrize("max_tokens", [2, 5, 10, 11])
+def test_max_tokens_among_the_drafts_end_the_sequence(max_tokens: int) -> None:
+    engine, _, _, expected = drafting(max_tokens=max_tokens)
+    outputs = run(engine)["a"]
+    assert (text(outputs), outputs[-1].finish_reason) == (expected[:max_tokens], "length")
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 14}, {"num_blocks": 4}])
+def test_the_end_of_the_context_among_the_drafts_ends_the_sequence(limits: dict[str, int]) -> None:
+    engine, _, _, expected = drafting(limits=limits, max_tokens=50)
+    outputs = run(engine)["a"]
+    num_tokens = 4 if "max_model_len" in limits else 6
+    assert (text(outputs), outputs[-1].finish_reason) == (expected[:num_tokens], "length")
+
+
+@pytest.mark.parametrize("wrong", [(), (6,), (4,), range(20)])
+def test_the_same_blocks_are_found_afterwards_as_without_drafts(wrong: tuple[int, ...]) -> None:
+    num_cached = []
+    for limits in ({"max_draft_rows": 0}, {}):
+        engine, _, _, expected = drafting(*wrong, limits=limits, max_tokens=7)
+        run(engine)
+        for number in range(3):
+            engine.add(sequence("next", [*prompt_of(10), *expected[: 5 + number], *[9] * 20]))
+            num_cached.append(run(engine)["next"][0].num_cached_tokens)
+    assert num_cached == [12, 16, 16] * 2
+
+
+def test_what_was_drafted_wrongly_is_never_restored() -> None:
+    engine, _, _, expected = drafting(3, max_tokens=30)
+    engine.step()
+    engine.step()
+    engine.add(sequence("b", [*prompt_of(10), *expected[:3], expected[3] ^ 1, *expected[4:9], 5]))
+    outputs = run(engine)
+    assert outputs["b"][0].num_cached_tokens == 12
+    assert (
+        text(outputs["b"])
+        == generate(
+            [*prompt_of(10), *expected[:3], expected[3] ^ 1, *expected[4:9], 5], SamplingParams(max_tokens=6), 200
+        )[0]
+    )
+
+
+def test_a_step_with_drafts_that_raises_commits_nothing_and_is_repeated() -> None:
+    engine, runner, guesses, expected = drafting(max_tokens=12)
+    engine.step()
+    runner.fail = RuntimeError("device lost")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="device lost"):
+            engine.step()
+        engine.check_integrity()
+    assert guesses.learned == []
+    runner.fail = None
+    assert text(run(engine)["a"]) == expected[1:12]
+    assert len(runner.plans[1].scheduled[0].draft_token_ids) == 8
+    assert runner.plans[1].scheduled == runner.plans[3].scheduled
+
+
+def test_a_runner_that_ignores_drafts_is_found_out() -> None:
+    engine, runner, _, _ = drafting(max_tokens=12)
+    engine.step()
+    runner.model.execute = lambda plan: Chosen([5])  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError, match="1 tokens for 9"):
+        engine.step()
+
+
+class Repeating:
+    """A model that repeats the last four tokens for ever."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> Chosen:
+        self.plans.append(plan)
+        return Chosen(
+            [
+                [*scheduled.sequence.token_ids, *scheduled.draft_token_ids[:number]][-4]
+                for scheduled in plan.scheduled
+                for number in range(scheduled.samples + len(scheduled.draft_token_ids))
+            ]
+        )
+
+
+def drafts_of(max_draft_rows: int = 4, **sampling: object) -> list[tuple[int, int]]:
+    """(output index, number of drafts) of every step with drafts, of a sequence that a model repeats for ever."""
+    runner = Repeating()
+    config = engine_and_runner(max_draft_rows=max_draft_rows)[0].config
+    engine = Engine(runner, config)
+    engine.add(sequence("a", [11, 12, 13, 14, 15, 12, 13], **({"max_tokens": 16} | sampling)))
+    assert text(run(engine)["a"]) == [14, 15, 12, 13] * 4
+    scheduled = [scheduled for plan in runner.plans for scheduled in plan.scheduled]
+    assert engine.num_draft_tokens == engine.num_accepted_tokens == sum(len(s.draft_token_ids) for s in scheduled)
+    num_tokens, found = 0, []
+    for one in scheduled:
+        if one.draft_token_ids:
+            found.append((num_tokens, len(one.draft_token_ids)))
+        num_tokens += one.samples + len(one.draft_token_ids)
+    return found
+
+
+def test_a_sequence_that_repeats_itself_is_drafted_further_and_further() -> None:
+    assert drafts_of() == [(1, 1), (3, 2), (6, 3), (10, 3), (14, 1)]
+    assert drafts_of(temperature=0.7) == [(1, 1), (3, 2), (6, 3), (10, 3), (14, 1)]
+
+
+def test_without_rows_for_them_there_are_no_drafts() -> None:
+    assert drafts_of(0) == drafts_of(1) == []
+    assert drafts_of(2) == [(1, 1), (3, 1), (5, 1), (7, 1), (9, 1), (11, 1), (13, 1)]
+
+
+def test_there_are_no_drafts_for_a_sequence_that_wants_more_than_plain_choices() -> None:
+    assert drafts_of(presence_penalty=0.1) == drafts_of(num_logprobs=0) == []
+    assert drafts_of(min_tokens=5) == [(5, 1), (7, 2), (10, 3), (14, 1)]

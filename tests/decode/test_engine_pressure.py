@@ -1,5 +1,5 @@
 """The engine against the model without a cache, under random pressure: tiny block pools, shared prefixes, arrivals,
-aborts, continuations, failing steps and shedding at random moments.
+aborts, continuations, drafts of any quality, failing steps and shedding at random moments.
 
 Every scenario is a function of its seed, which is the test's parameter. After every step all books are compared with
 reality, every plan is checked before it is executed, and in the end every text must be the oracle's.
@@ -18,6 +18,7 @@ from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, SCRIPTED_STOP_AFTER, ScriptedRunner, generate
 from decode.sequence import Sequence
+from tests.decode.guesses import Guesses
 
 SEEDS = range(40)
 
@@ -44,7 +45,7 @@ class CheckingRunner:
 class Scenario:
     """One random workload on one random engine, turned to its end."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, max_draft_rows: int = 0) -> None:
         self.rng = Random(seed)
         block_size = self.rng.choice([1, 2, 4, 5])
         num_blocks = self.rng.randint(40, 160) // block_size
@@ -56,6 +57,7 @@ class Scenario:
             max_num_batched_tokens=max_num_seqs + self.rng.choice([0, 1, 7, 40]),
             fingerprint="f",
             block_size=block_size,
+            max_draft_rows=max_draft_rows,
         )
         self.runner = CheckingRunner(self)
         self.engine = Engine(self.runner, self.config)
@@ -108,6 +110,17 @@ class Scenario:
         self.texts[name] = text[:num_published]
         self.live[name] = Sequence(name, prompt, sampling, text[:num_published])
         self.engine.add(self.live[name])
+        assert (self.live[name].lookup is not None) == (config.max_draft_rows > 0)
+        if config.max_draft_rows:
+            self.live[name].lookup = Guesses(lambda token_ids, num: self.guess([*prompt, *text], token_ids, num))
+
+    def guess(self, known: list[int], token_ids: list[int], max_tokens: int) -> list[int]:
+        """Right, right in part, wrong, beyond the end, or none at all."""
+        draft = known[len(token_ids) : len(token_ids) + max_tokens]
+        draft += [SCRIPTED_EOS_TOKEN_ID] * self.rng.choice([0, 0, 1, 20])
+        if draft and self.rng.random() < 0.5:
+            draft[self.rng.randrange(len(draft))] = 7
+        return draft if self.rng.random() < 0.9 else []
 
     def abort(self, name: str) -> None:
         sequence = self.live.pop(name)
@@ -133,6 +146,8 @@ class Scenario:
             name, text = output.sequence_id, self.texts[output.sequence_id]
             assert output.first_index == len(text)
             text.extend(output.token_ids)
+            self.counts["tokens of drafts"] += max(0, len(output.token_ids) - 1)
+            self.counts["ends in drafts"] += len(output.token_ids) > 1 and output.finish_reason is not None
             if output.finish_reason is not None:
                 self.counts[output.finish_reason] += 1
                 self.counts["prefix hits"] += output.num_cached_tokens > 0
@@ -159,7 +174,13 @@ class Scenario:
         size = self.config.block_size
         self.counts["preemptions"] += len(plan.preempted)
         assert len({scheduled.sequence.sequence_id for scheduled in plan.scheduled}) == len(plan.scheduled)
-        assert sum(s.num_scheduled_tokens for s in plan.scheduled) <= self.config.max_num_batched_tokens
+        num_drafts = sum(len(s.draft_token_ids) for s in plan.scheduled)
+        num_rows = sum(s.num_scheduled_tokens for s in plan.scheduled) + num_drafts
+        assert num_rows <= self.config.max_num_batched_tokens
+        if num_drafts:
+            assert num_rows <= self.config.max_draft_rows
+            assert all(s.samples and s.num_scheduled_tokens == 1 for s in plan.scheduled), "drafts beside a prefill"
+        self.counts["drafts"] += num_drafts
         num_holders = Counter(block for s in self.live.values() for block in s.block_table)
         for scheduled in plan.scheduled:
             sequence, first = scheduled.sequence, scheduled.num_computed_tokens
@@ -167,21 +188,24 @@ class Scenario:
             assert scheduled.num_scheduled_tokens > 0
             assert first == sequence.num_computed_tokens
             assert scheduled.samples == (last == sequence.num_tokens)
-            written = sequence.block_table[first // size : (last - 1) // size + 1]
-            assert len(written) == (last - 1) // size + 1 - first // size
+            end = last + len(scheduled.draft_token_ids)
+            written = sequence.block_table[first // size : (end - 1) // size + 1]
+            assert len(written) == (end - 1) // size + 1 - first // size
             assert all(num_holders[block] == 1 for block in written), "writes into a block that others read"
             self.counts["chunks"] += not scheduled.samples
 
 
+@pytest.mark.parametrize("max_draft_rows", [0, 4, 12])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_text_is_the_oracles_under_pressure(seed: int) -> None:
-    Scenario(seed).run()
+def test_every_text_is_the_oracles_under_pressure(seed: int, max_draft_rows: int) -> None:
+    Scenario(seed, max_draft_rows).run()
 
 
-def test_the_pressure_is_real() -> None:
+@pytest.mark.parametrize("max_draft_rows", [0, 12])
+def test_the_pressure_is_real(max_draft_rows: int) -> None:
     counts: Counter[str] = Counter()
     for seed in SEEDS[:10]:
-        counts.update(Scenario(seed).run())
+        counts.update(Scenario(seed, max_draft_rows).run())
     print(counts)
     for kind in (
         *(
@@ -195,5 +219,6 @@ def test_the_pressure_is_real() -> None:
             "shed",
         ),
         *("aborts waiting", "aborts prefilling", "aborts decoding", "stop", "length"),
+        *(("drafts", "tokens of drafts", "ends in drafts") if max_draft_rows else ()),
     ):
         assert counts[kind] > 5, f"{kind}: {counts[kind]}"

@@ -13,10 +13,11 @@ import pytest
 from decode.engine import Engine, EngineConfig
 from decode.native_build import NativeUnavailable
 from decode.native_model import PHASES, StepArrays
-from decode.native_runner import NativeModelRunner, native_execution, step_arrays
+from decode.native_runner import MAX_DRAFT_ROWS, NativeModelRunner, native_execution, step_arrays
 from decode.sampling import SamplingParams
 from decode.scheduler import ScheduledSequence, StepPlan
 from decode.sequence import Sequence
+from tests.decode.guesses import guesses_of
 from tests.decode.native_reference import FAMILY_NAMES, VOCAB, ReferenceDecoder, runner, tiny_checkpoint
 
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB for i in range(90)]
@@ -106,7 +107,9 @@ def test_logits_do_not_depend_on_what_a_block_held_before(native: NativeModelRun
     assert np.array_equal(last_logits(native, PROMPT, [90], list(range(6))), first)
 
 
-def make_engine(native: NativeModelRunner, num_blocks: int = 64, max_batched: int = 48) -> Engine:
+def make_engine(
+    native: NativeModelRunner, num_blocks: int = 64, max_batched: int = 48, max_draft_rows: int = 0
+) -> Engine:
     config = EngineConfig(
         num_blocks=num_blocks,
         max_model_len=512,
@@ -114,6 +117,7 @@ def make_engine(native: NativeModelRunner, num_blocks: int = 64, max_batched: in
         max_num_batched_tokens=max_batched,
         fingerprint="native",
         vocab_size=VOCAB,
+        max_draft_rows=max_draft_rows,
     )
     return Engine(native, config)
 
@@ -128,7 +132,7 @@ def generate(engine: Engine, jobs: dict[str, tuple[list[int], SamplingParams]]) 
     return outputs
 
 
-def test_tokens_do_not_depend_on_the_schedule(family: str) -> None:
+def mixed_jobs() -> dict[str, tuple[list[int], SamplingParams]]:
     draws = random.Random(3)
     shared = [draws.randrange(VOCAB) for _ in range(40)]
     jobs = {}
@@ -136,15 +140,67 @@ def test_tokens_do_not_depend_on_the_schedule(family: str) -> None:
         prompt = shared * (index % 2) + [draws.randrange(VOCAB) for _ in range(draws.randint(1, 70))]
         temperature = 0.9 if index % 3 == 0 else 0.0
         jobs[f"s{index}"] = (prompt, SamplingParams(max_tokens=20, temperature=temperature, seed=index))
-    native = runner(tiny_checkpoint(family))
+    return jobs
+
+
+def generate_each(
+    native: NativeModelRunner, jobs: dict[str, tuple[list[int], SamplingParams]]
+) -> dict[str, list[int]]:
+    """Each alone, from a cold cache."""
     alone: dict[str, list[int]] = {}
     for sequence_id, job in jobs.items():
         alone |= generate(make_engine(native), {sequence_id: job})
+    return alone
+
+
+def test_tokens_do_not_depend_on_the_schedule(family: str) -> None:
+    jobs, native = mixed_jobs(), runner(tiny_checkpoint(family))
+    alone = generate_each(native, jobs)
     crowded = make_engine(native, num_blocks=16, max_batched=31)
     assert generate(crowded, jobs) == alone
     roomy = make_engine(native, num_blocks=64, max_batched=256)
     assert generate(roomy, jobs) == alone
     assert len({tuple(tokens) for tokens in alone.values()}) > 1
+    native.close()
+
+
+def test_tokens_do_not_depend_on_drafts_of_any_quality(family: str) -> None:
+    jobs, native, draws = mixed_jobs(), runner(tiny_checkpoint(family)), random.Random(4)
+    alone = generate_each(native, jobs)
+    num_drafted = num_accepted = num_preempted = 0
+    for num_blocks, max_draft_rows in ((16, 12), (16, 16), (64, 4), (64, 16)):
+        engine = make_engine(native, num_blocks, 31, max_draft_rows)
+        texts: dict[str, list[int]] = {}
+        waiting = list(jobs)
+        while waiting or engine.has_unfinished:
+            if waiting and engine.load().num_running < 4:
+                sequence_id = waiting.pop()
+                prompt, sampling = jobs[sequence_id]
+                texts[sequence_id] = alone[sequence_id][: draws.choice([0, 0, 7])]
+                sequence = Sequence(sequence_id, prompt, sampling, texts[sequence_id])
+                engine.add(sequence)
+                wrong = frozenset(draws.sample(range(20), draws.choice([0, 4, 20])))
+                sequence.lookup = guesses_of(sequence, alone[sequence_id], is_wrong_at=wrong)
+            for output in engine.step():
+                texts[output.sequence_id].extend(output.token_ids)
+            engine.check_integrity()
+        assert texts == alone
+        num_drafted += engine.num_draft_tokens
+        num_accepted += engine.num_accepted_tokens
+        num_preempted += engine.num_preemptions
+    assert num_preempted > 0
+    assert num_accepted > 50
+    assert num_drafted - num_accepted > 50
+    native.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_what_repeats_itself_takes_fewer_steps_and_has_the_same_tokens(family: str, temperature: float) -> None:
+    native = runner(tiny_checkpoint(family), max_num_seqs=1)
+    job = {"a": (PROMPT[:20] * 2, SamplingParams(max_tokens=200, temperature=temperature, seed=1))}
+    drafting = make_engine(native, max_draft_rows=MAX_DRAFT_ROWS)
+    assert generate(drafting, job) == generate(make_engine(native), job)
+    assert drafting.num_accepted_tokens > 0
     native.close()
 
 

@@ -6,6 +6,7 @@ from decode.block_manager import BlockManager
 from decode.sampling import SamplingParams
 from decode.scheduler import MAX_OVERTAKEN, Scheduler, StepPlan
 from decode.sequence import Sequence
+from tests.decode.guesses import Guesses
 
 SIZE = 4
 
@@ -13,10 +14,20 @@ SIZE = 4
 class Turns:
     """A scheduler whose plans are committed by hand; every sampled token is 7."""
 
-    def __init__(self, *, num_blocks: int = 100, max_num_seqs: int = 8, max_num_batched_tokens: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        max_draft_rows: int = 0,
+    ) -> None:
         self.blocks = BlockManager(num_blocks, SIZE, "f")
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_draft_rows=max_draft_rows,
         )
         self.num_made = 0
 
@@ -270,3 +281,88 @@ def test_removing_frees_the_blocks_wherever_the_sequence_is() -> None:
         turns.scheduler.remove(sequence)
     assert turns.blocks.num_free_blocks == 100
     assert turns.step() == {}
+
+
+def with_drafts(turns: Turns, **drafts: int) -> None:
+    """Sequences of these names are drafted so many tokens from now on, if there is room."""
+    for sequence in turns.scheduler.admitted:
+        if num_tokens := drafts.get(sequence.sequence_id):
+            sequence.lookup = Guesses(lambda _, wanted, num=num_tokens: [5] * min(num, wanted))  # type: ignore[misc]
+
+
+def drafts_of(plan: StepPlan) -> dict[str, int]:
+    return {scheduled.sequence.sequence_id: len(scheduled.draft_token_ids) for scheduled in plan.scheduled}
+
+
+def test_the_rows_left_are_shared_among_the_decodes() -> None:
+    turns = Turns(max_draft_rows=8)
+    for name in ("a", "b", "c"):
+        turns.add(name, 1)
+    turns.step()
+    with_drafts(turns, a=9, c=9)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 2, "b": 0, "c": 3}
+    with_drafts(turns, a=1, b=9, c=9)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 1, "b": 2, "c": 2}
+
+
+def test_drafts_stay_below_the_token_budget() -> None:
+    turns = Turns(max_draft_rows=8, max_num_batched_tokens=5)
+    for name in ("a", "b"):
+        turns.add(name, 1)
+    turns.step()
+    with_drafts(turns, a=9, b=9)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 2, "b": 1}
+    turns.scheduler.max_num_batched_tokens = 2
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 0, "b": 0}
+
+
+def test_as_many_decodes_as_rows_leave_none_for_drafts() -> None:
+    turns = Turns(max_draft_rows=2)
+    for name in ("a", "b"):
+        turns.add(name, 1)
+    turns.step()
+    with_drafts(turns, a=1, b=1)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 0, "b": 0}
+
+
+def test_there_are_no_drafts_beside_a_prefill() -> None:
+    turns = Turns(max_draft_rows=8)
+    turns.add("a", 1)
+    turns.step()
+    turns.add("b", 30)
+    with_drafts(turns, a=3)
+    assert drafts_of(turns.commit(turns.scheduler.schedule())) == {"a": 0, "b": 0}
+    assert drafts_of(turns.commit(turns.scheduler.schedule())) == {"a": 0, "b": 0}
+    assert drafts_of(turns.commit(turns.scheduler.schedule())) == {"a": 3, "b": 0}
+
+
+def test_drafts_get_blocks_that_nobody_needs() -> None:
+    turns = Turns(num_blocks=4, max_draft_rows=20)
+    one = turns.add("a", 3)
+    turns.step()
+    with_drafts(turns, a=19)
+    # Four of four tokens are there, and one block for the next token of each sequence stays spare.
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 8}
+    assert (len(one.block_table), turns.blocks.num_free_blocks) == (3, 1)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 8}
+
+
+def test_while_somebody_waits_drafts_get_no_blocks() -> None:
+    turns = Turns(num_blocks=4, max_draft_rows=20)
+    one = turns.add("a", 1)
+    turns.step()
+    waiting = turns.add("b", 14)
+    with_drafts(turns, a=19)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 2}
+    assert (len(one.block_table), waiting.is_admitted) == (1, False)
+
+
+def test_drafts_preempt_nobody() -> None:
+    turns = Turns(num_blocks=4, max_draft_rows=20)
+    for name in ("a", "b"):
+        turns.add(name, 3)
+    turns.step()
+    with_drafts(turns, a=19, b=19)
+    plan = turns.scheduler.schedule()
+    assert plan.preempted == ()
+    assert drafts_of(plan) == {"a": 0, "b": 0}

@@ -1,0 +1,38 @@
+"""Drafts that a test has in its hand, in place of those that a lookup finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decode.lookup import PromptLookup
+from decode.sequence import Sequence
+
+
+class Guesses(PromptLookup):
+    """`guess` gives the draft, of what has been generated so far and the number of tokens that are wanted.
+
+    Other than the real ones these may go beyond the end of the sequence.
+    """
+
+    def __init__(self, guess: Callable[[list[int], int], list[int]]) -> None:
+        super().__init__(0, 1 << 30)
+        self._guess = guess
+        self.learned: list[tuple[int, int]] = []
+        """(number of tokens drafted, how many were right) of every draft."""
+
+    def draft(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        return tuple(self._guess(token_ids, max_tokens)[:max_tokens])
+
+    def learn(self, num_drafted: int, num_right: int, num_tokens: int) -> None:
+        self.learned.append((num_drafted, num_right))
+
+
+def guesses_of(sequence: Sequence, text: list[int], *, is_wrong_at: frozenset[int] = frozenset()) -> Guesses:
+    """Drafts `text`, the sequence's output, with a token that it will not be at the given output indices."""
+    known = [token ^ (index in is_wrong_at) for index, token in enumerate(text)]
+
+    def guess(token_ids: list[int], max_tokens: int) -> list[int]:
+        first = len(token_ids) - sequence.num_prompt_tokens
+        return (known + [1] * max_tokens)[first : first + max_tokens]
+
+    return Guesses(guess)
