@@ -11,7 +11,7 @@ import statistics
 import time
 
 from decode.engine import Engine, EngineConfig, ModelRunner
-from decode.sampling import SamplingParams
+from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import StepPlan
 from decode.scripted import ScriptedRunner
 from decode.sequence import Sequence
@@ -22,8 +22,8 @@ BLOCK_SIZE = 16
 class InstantRunner:
     """Answers the same token to everything."""
 
-    def execute(self, plan: StepPlan) -> list[int]:
-        return [7] * sum(scheduled.samples for scheduled in plan.scheduled)
+    def execute(self, plan: StepPlan) -> Chosen:
+        return Chosen([7] * sum(scheduled.samples for scheduled in plan.scheduled))
 
 
 def decoding_engine(runner: ModelRunner, num_seqs: int, context_len: int, num_steps: int, num_blocks: int) -> Engine:
