@@ -103,6 +103,7 @@ class EngineLoop:
         self._monotonic = monotonic
         self._metrics = metrics or WorkerMetrics(Meter(), "", monotonic=monotonic)
         self._metrics.preempted_so_far(lambda: engine.num_preemptions)
+        self._metrics.drafted_so_far(lambda: engine.num_draft_tokens, lambda: engine.num_accepted_tokens)
         self._changed = threading.Condition()
         self._inbox: deque[Handle] = deque()
         self._refused: deque[tuple[str, Outcome]] = deque()
@@ -332,6 +333,7 @@ class EngineLoop:
         silent = dict(self._live)
         now_s = self._last_step_s
         continued: dict[float, int] = {}
+        num_together = 0
         for output in outputs:
             handle = silent.pop(output.sequence_id, None)
             if handle is None:
@@ -348,10 +350,13 @@ class EngineLoop:
                     self._note_first(handle, output, now_s)
                 else:
                     continued[last_s] = continued.get(last_s, 0) + 1
+                num_together += len(output.token_ids) - 1
                 handle.times.last_token_s = now_s
             if output.finish_reason is not None:
                 self._metrics.finished(handle.times)
             appends.append(self._append(handle, output.token_ids, end, pack_logprobs(output.logprobs)))
+        if num_together:
+            self._metrics.continued(now_s, now_s, num_together)
         for last_s, num_sequences in continued.items():
             self._metrics.continued(last_s, now_s, num_sequences)
         appends.extend(self._append(handle, (), None) for handle in silent.values() if not handle.is_ending)

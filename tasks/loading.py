@@ -88,6 +88,7 @@ def _from_checkpoint(settings: WorkerSettings, environ: Mapping[str, str]) -> En
             max_num_batched_tokens=settings.max_num_batched_tokens,
             num_threads=settings.num_threads,
             cache_dir=settings.cache_dir / "native",
+            prompt_lookup=settings.prompt_lookup,
             progress=progress,
         )
 

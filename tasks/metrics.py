@@ -79,6 +79,20 @@ PREFIX_HITS = Metric("vllm:prefix_cache_hits", "counter", "worker", _MODEL, "Tok
 PREEMPTIONS = Metric(
     "vllm:num_preemptions", "counter", "worker", _MODEL, "Sequences that lost their blocks and are computed again."
 )
+DRAFT_TOKENS = Metric(
+    "vllm:spec_decode_num_draft_tokens",
+    "counter",
+    "worker",
+    _MODEL,
+    "Tokens that were drafted by prompt lookup and computed.",
+)
+ACCEPTED_TOKENS = Metric(
+    "vllm:spec_decode_num_accepted_tokens",
+    "counter",
+    "worker",
+    _MODEL,
+    "Of these, those that were right: each has saved a step of its sequence.",
+)
 PROMPT_TOKENS = Metric(
     "vllm:prompt_tokens", "counter", "worker", _MODEL, "Tokens of the prompts whose first output token was computed."
 )
@@ -109,7 +123,7 @@ ITL = Metric(
     "histogram",
     "worker",
     _MODEL,
-    "Between two output tokens of a sequence, as computed.",
+    "Between two output tokens of a sequence, as computed; 0 between those of one step.",
     _TOKEN_S,
 )
 E2E = Metric(

@@ -15,6 +15,7 @@ Environ = Mapping[str, str]
 
 VARIANTS = ("auto", "q4", "q8", "bf16", "fp32")
 DEVICES = ("cpu", "cuda")
+SWITCH = ("on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -84,6 +85,8 @@ class WorkerSettings:
     """0: the checkpoint's own."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    prompt_lookup: bool
+    """Whether a sequence's tokens are drafted from what it has already, where that is exact."""
     lease_ms: int
     heartbeat_ms: int
     stall_limit_s: int
@@ -119,6 +122,7 @@ class WorkerSettings:
             max_model_len=_integer(environ, "MAX_MODEL_LEN", 0, 0, 1 << 24),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            prompt_lookup=_choice(environ, "PROMPT_LOOKUP", "on", SWITCH) == "on",
             lease_ms=lease_ms,
             heartbeat_ms=heartbeat_ms,
             stall_limit_s=_integer(environ, "STALL_LIMIT_S", 30, 1, 3600),

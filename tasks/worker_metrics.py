@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from tasks.contract import GenerationJob
 from tasks.metrics import (
+    ACCEPTED_TOKENS,
     ATTEMPTS,
     DECODE_TIME,
+    DRAFT_TOKENS,
     FAILOVERS,
     FENCED,
     GENERATION_TOKENS,
@@ -117,9 +119,9 @@ class WorkerMetrics:
         if attempt == 1:
             self._queue.observe(max(0.0, self._epoch_s(times.admitted_s) - job.created_ms / 1000))
 
-    def continued(self, since_s: float, now_s: float, num_sequences: int) -> None:
-        """`num_sequences` have a token now and had theirs before at `since_s`."""
-        self._between.observe(now_s - since_s, num_sequences)
+    def continued(self, since_s: float, now_s: float, num_tokens: int) -> None:
+        """So many tokens have come now, each of which has the one before it since `since_s`."""
+        self._between.observe(now_s - since_s, num_tokens)
 
     def finished(self, times: AttemptTimes) -> None:
         """The last token of an answer has been computed."""
@@ -129,6 +131,11 @@ class WorkerMetrics:
     def preempted_so_far(self, value: Callable[[], int]) -> None:
         """Whom to ask for the number of preemptions."""
         self._meter.ask(PREEMPTIONS, self._model, value=value)
+
+    def drafted_so_far(self, drafted: Callable[[], int], accepted: Callable[[], int]) -> None:
+        """Whom to ask for the number of tokens that were drafted, and that were right."""
+        self._meter.ask(DRAFT_TOKENS, self._model, value=drafted)
+        self._meter.ask(ACCEPTED_TOKENS, self._model, value=accepted)
 
     # Called by any thread.
 

@@ -1,10 +1,12 @@
-"""Drafts that a test has in its hand, in place of those that a lookup finds."""
+"""Drafts that a test has in its hand, in place of those that a lookup finds, and a model that a lookup knows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from decode.lookup import PromptLookup
+from decode.sampling import Chosen
+from decode.scheduler import StepPlan
 from decode.sequence import Sequence
 
 
@@ -36,3 +38,14 @@ def guesses_of(sequence: Sequence, text: list[int], *, is_wrong_at: frozenset[in
         return (known + [1] * max_tokens)[first : first + max_tokens]
 
     return Guesses(guess)
+
+
+def repeated(plan: StepPlan) -> Chosen:
+    """What a model chooses that repeats the last four tokens for ever."""
+    return Chosen(
+        [
+            [*scheduled.sequence.token_ids, *scheduled.draft_token_ids[:number]][-4]
+            for scheduled in plan.scheduled
+            for number in range(scheduled.samples + len(scheduled.draft_token_ids))
+        ]
+    )

@@ -17,7 +17,7 @@ from decode.sampling import Chosen, SamplingParams
 from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate
 from decode.sequence import Sequence
-from tests.decode.guesses import Guesses, guesses_of
+from tests.decode.guesses import Guesses, guesses_of, repeated
 
 SIZE = 4
 
@@ -552,29 +552,12 @@ def test_a_runner_that_ignores_drafts_is_found_out() -> None:
         engine.step()
 
 
-class Repeating:
-    """A model that repeats the last four tokens for ever."""
-
-    def __init__(self) -> None:
-        self.plans: list[StepPlan] = []
-
-    def execute(self, plan: StepPlan) -> Chosen:
-        self.plans.append(plan)
-        return Chosen(
-            [
-                [*scheduled.sequence.token_ids, *scheduled.draft_token_ids[:number]][-4]
-                for scheduled in plan.scheduled
-                for number in range(scheduled.samples + len(scheduled.draft_token_ids))
-            ]
-        )
-
-
 def drafts_of(max_draft_rows: int = 4, **sampling: object) -> list[tuple[int, int]]:
     """(output index, number of drafts) of every step with drafts, of a sequence that a model repeats for ever."""
-    runner = Repeating()
-    config = engine_and_runner(max_draft_rows=max_draft_rows)[0].config
-    engine = Engine(runner, config)
-    engine.add(sequence("a", [11, 12, 13, 14, 15, 12, 13], **({"max_tokens": 16} | sampling)))
+    engine, runner = engine_and_runner(max_draft_rows=max_draft_rows)
+    runner.model.execute = repeated  # type: ignore[method-assign]
+    params = {"max_tokens": 16} | sampling
+    engine.add(sequence("a", [11, 12, 13, 14, 15, 12, 13], **params))  # type: ignore[arg-type]
     assert text(run(engine)["a"]) == [14, 15, 12, 13] * 4
     scheduled = [scheduled for plan in runner.plans for scheduled in plan.scheduled]
     assert engine.num_draft_tokens == engine.num_accepted_tokens == sum(len(s.draft_token_ids) for s in scheduled)

@@ -15,6 +15,7 @@ from decode.errors import DeviceOutOfMemory, InvalidGrammar
 from decode.factory import UnsupportedVariant, choose_num_threads, fingerprint, load_engine
 from decode.model_runner import TorchModelRunner
 from decode.native_build import NativeUnavailable
+from decode.native_runner import MAX_DRAFT_ROWS
 from decode.sampling import SamplingParams
 from decode.scheduler import StepPlan
 from decode.sequence import Sequence
@@ -82,6 +83,22 @@ def test_auto_is_the_native_4_bit_variant_on_a_cpu() -> None:
     assert engine.config.variant == "q4"
     assert engine.config.fingerprint == load(checkpoint, variant="q4").config.fingerprint
     assert len(run(engine, [Sequence("a", [5, 6, 7], SamplingParams(max_tokens=3))])["a"]) == 3
+
+
+@pytest.mark.parametrize("variant", ["q4", "q8", "auto"])
+def test_the_native_variants_draft_when_asked_to(variant: str) -> None:
+    native = tiny_checkpoint("llama")
+    assert load(native, variant=variant).config.max_draft_rows == 0
+    engine = load(native, variant=variant, prompt_lookup=True, kv_cache_tokens=512, max_num_seqs=1)
+    assert engine.config.max_draft_rows == MAX_DRAFT_ROWS
+    run(engine, [Sequence("a", [5, 6, 7] * 9, SamplingParams(max_tokens=100, temperature=0))])
+    assert engine.num_accepted_tokens > 0
+
+
+def test_torch_does_not_draft(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(checkpoint, prompt_lookup=True).config.max_draft_rows == 0
+    monkeypatch.setattr("decode.native_runner.build_native", without_compiler)
+    assert load(tiny_checkpoint("llama"), variant="auto", prompt_lookup=True).config.max_draft_rows == 0
 
 
 def without_compiler(*arguments: Any, **keywords: Any) -> Path:

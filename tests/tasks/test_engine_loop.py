@@ -59,13 +59,14 @@ class Notes:
         return taken
 
 
-def engine_around(runner: Runner, num_blocks: int, max_num_seqs: int) -> Engine:
+def engine_around(runner: Runner, num_blocks: int, max_num_seqs: int, max_draft_rows: int = 0) -> Engine:
     config = EngineConfig(
         num_blocks=num_blocks,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=32,
         fingerprint="fp",
+        max_draft_rows=max_draft_rows,
     )
     return Engine(runner, config)
 

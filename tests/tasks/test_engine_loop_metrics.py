@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from decode.sampling import Chosen
+from decode.scheduler import StepPlan
 from tasks.engine_loop import EngineLoop
 from tasks.gate import Gate
 from tasks.metrics import (
+    ACCEPTED_TOKENS,
     DECODE_TIME,
+    DRAFT_TOKENS,
     GENERATION_TOKENS,
     ITL,
     PREEMPTIONS,
@@ -21,25 +25,32 @@ from tasks.metrics import (
 )
 from tasks.record import Appended
 from tasks.worker_metrics import WorkerMetrics
+from tests.decode.guesses import repeated
 from tests.tasks.cell import START_MS, job
 from tests.tasks.test_engine_loop import Notes, Runner, engine_around
 
 STEP_S = 0.25
 
 
+class RepeatingRunner(Runner):
+    def execute(self, plan: StepPlan) -> Chosen:
+        self.before()
+        return repeated(plan)
+
+
 class Measured:
     """Every step takes STEP_S; the requests were made when the clock stood at 0."""
 
-    def __init__(self, *, num_blocks: int = 16, max_num_seqs: int = 4) -> None:
+    def __init__(self, *, num_blocks: int = 16, max_num_seqs: int = 4, max_draft_rows: int = 0) -> None:
         self.now_s = 0.0
-        runner = Runner(num_blocks)
+        runner = RepeatingRunner(num_blocks) if max_draft_rows else Runner(num_blocks)
         runner.before = self._step
         self.meter, self.gate, self.notes = Meter("w1"), Gate(), Notes()
         metrics = WorkerMetrics(
             self.meter, "m", clock=lambda: START_MS / 1000 + self.now_s, monotonic=lambda: self.now_s
         )
         self.loop = EngineLoop(
-            engine_around(runner, num_blocks, max_num_seqs),
+            engine_around(runner, num_blocks, max_num_seqs, max_draft_rows),
             self.gate,
             on_fatal=print,
             metrics=metrics,
@@ -121,3 +132,22 @@ def test_what_lost_its_blocks_is_a_preemption_and_no_second_request() -> None:
     assert measured.seconds(QUEUE_TIME)[1] == measured.seconds(DECODE_TIME)[1] == 3
     assert measured.sample(GENERATION_TOKENS, "m").value == 90
     assert measured.seconds(ITL)[1] == 87
+
+
+def test_tokens_of_one_step_have_nothing_between_them_and_are_counted_each() -> None:
+    measured = Measured(max_draft_rows=4)
+    measured.hand_over(job(max_tokens=16, prompt=(11, 12, 13, 14, 15, 12, 13)), 1, ())
+    measured.drive()
+    # Steps of 1, 2, 3, 4, 4 and 2 tokens.
+    assert measured.seconds(ITL) == (5 * STEP_S, 15)
+    assert measured.sample(ITL, "m").buckets[0] == 10
+    assert measured.sample(GENERATION_TOKENS, "m").value == 16
+    assert measured.sample(DRAFT_TOKENS, "m").value == measured.sample(ACCEPTED_TOKENS, "m").value == 10
+    measured.hand_over(job("r2", max_tokens=3, prompt=(21, 22, 99, 22, 31, 32, 21)), 1, ())
+    measured.drive()
+    assert measured.sample(DRAFT_TOKENS, "m").value > measured.sample(ACCEPTED_TOKENS, "m").value == 10
+
+
+def test_an_engine_without_drafts_counts_none() -> None:
+    measured = Measured()
+    assert measured.sample(DRAFT_TOKENS, "m").value == measured.sample(ACCEPTED_TOKENS, "m").value == 0

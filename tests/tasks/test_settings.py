@@ -15,6 +15,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     web, worker, bridge = WebSettings.from_env({}), WorkerSettings.from_env({}), BridgeSettings.from_env({})
     assert (web.host, web.port, web.max_waiting) == ("127.0.0.1", 8080, 256)
     assert (worker.model, worker.variant, worker.max_num_seqs) == ("smollm2-135m-instruct", "auto", 32)
+    assert worker.prompt_lookup
     assert (worker.lease_ms, worker.heartbeat_ms, worker.stall_limit_s) == (500, 100, 30)
     assert bridge.data_dir == Path("var").absolute()
     assert web.redis_url == worker.redis_url == bridge.redis_url == f"unix://{Path('var').absolute()}/redis.sock?db=0"
@@ -77,6 +78,7 @@ def test_a_bad_value_of_the_web_process_names_its_variable(name: str, value: str
         ("HEARTBEAT_MS", "9"),
         ("STALL_LIMIT_S", "0"),
         ("SCRIPTED_STEP_MS", "-5"),
+        ("PROMPT_LOOKUP", "yes"),
     ],
 )
 def test_a_bad_value_of_the_worker_names_its_variable(name: str, value: str) -> None:
@@ -110,6 +112,11 @@ def test_a_step_must_hold_a_token_of_every_sequence() -> None:
     assert WorkerSettings.from_env({"MAX_NUM_SEQS": "1000"}).max_num_batched_tokens == 1000
     with pytest.raises(SettingsError, match=r"^MAX_NUM_BATCHED_TOKENS must be at least MAX_NUM_SEQS"):
         WorkerSettings.from_env({"MAX_NUM_SEQS": "64", "MAX_NUM_BATCHED_TOKENS": "32"})
+
+
+def test_drafts_can_be_turned_off() -> None:
+    assert WorkerSettings.from_env({"PROMPT_LOOKUP": "on"}).prompt_lookup
+    assert not WorkerSettings.from_env({"PROMPT_LOOKUP": "off"}).prompt_lookup
 
 
 def test_a_bad_number_of_workers_names_its_variable() -> None:
