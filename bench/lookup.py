@@ -1,6 +1,6 @@
 """What drafts by prompt lookup bring a single stream: tokens a second with and without them, by kind of prompt.
 
-    python -m bench.lookup MODEL.gguf [--variant q4] [--tokens 128 400] [--rounds 5]
+    python -m bench.lookup MODEL.gguf [--variant q4] [--tokens 128 400] [--prompts 6] [--rounds 5]
 
 Whole engine, no server. "free" are questions and requests for texts, "edit" asks for a given text or code again, as
 it is or with small changes. With and without take turns; the tokens have to be the same. A rate is that of the
@@ -130,13 +130,14 @@ def main() -> None:
     parser.add_argument("--variant", choices=NATIVE_VARIANTS, default="q4")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 400])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--prompts", type=int, default=6, help="of each kind, at most")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-draft-rows", type=int, default=MAX_DRAFT_ROWS)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "tokenferry" / "native")
     arguments = parser.parse_args()
     bench = Bench(arguments.model, arguments.variant, arguments.cache)
     for kind, prompts in _PROMPTS.items():
-        chats = [bench.edge.render_chat([ChatMessage("user", prompt)]) for prompt in prompts]
+        chats = [bench.edge.render_chat([ChatMessage("user", prompt)]) for prompt in prompts[: arguments.prompts]]
         for temperature in arguments.temperatures:
             for max_tokens in arguments.tokens:
                 found = [

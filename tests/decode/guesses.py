@@ -29,12 +29,19 @@ class Guesses(PromptLookup):
         self.learned.append((num_drafted, num_right))
 
 
-def guesses_of(sequence: Sequence, text: list[int], *, is_wrong_at: frozenset[int] = frozenset()) -> Guesses:
-    """Drafts `text`, the sequence's output, with a token that it will not be at the given output indices."""
+def guesses_of(
+    sequence: Sequence, text: list[int], *, is_wrong_at: frozenset[int] = frozenset(), first_len: int = 0
+) -> Guesses:
+    """Drafts `text`, the sequence's output, with a token that it will not be at the given output indices.
+
+    Not before the sequence has `first_len` tokens.
+    """
     known = [token ^ (index in is_wrong_at) for index, token in enumerate(text)]
 
     def guess(token_ids: list[int], max_tokens: int) -> list[int]:
         first = len(token_ids) - sequence.num_prompt_tokens
+        if len(token_ids) < first_len:
+            return []
         return (known + [1] * max_tokens)[first : first + max_tokens]
 
     return Guesses(guess)

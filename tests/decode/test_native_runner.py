@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode.engine import Engine, EngineConfig
+from decode.engine import Engine, EngineConfig, SequenceOutput
 from decode.native_build import NativeUnavailable
 from decode.native_model import PHASES, StepArrays
 from decode.native_runner import MAX_DRAFT_ROWS, NativeModelRunner, native_execution, step_arrays
@@ -192,6 +192,54 @@ def test_tokens_do_not_depend_on_drafts_of_any_quality(family: str) -> None:
     assert num_accepted > 50
     assert num_drafted - num_accepted > 50
     native.close()
+
+
+def test_rows_of_every_kind_stand_beside_drafts() -> None:
+    native = runner(tiny_checkpoint("llama"))
+    kinds: dict[str, dict[str, Any]] = {
+        "log probabilities": {"num_logprobs": 3},
+        "greedy": {},
+        "penalties": {"frequency_penalty": 1.5, "logit_bias": ((5, 2.0),)},
+        "drawn": {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "top_k": 50},
+        "kept from stopping": {"min_tokens": 10, "stop_token_ids": tuple(range(0, VOCAB, 2))},
+        "more log probabilities": {"num_logprobs": 0, "temperature": 0.5},
+    }
+    samplings = {
+        kind: SamplingParams(**{"max_tokens": 20, "temperature": 0.0} | asked) for kind, asked in kinds.items()
+    }
+    alone: dict[str, list[SequenceOutput]] = {}
+    for kind, sampling in samplings.items():
+        alone |= outputs_of(make_engine(native), [Sequence(kind, PROMPT[:20], sampling)])
+    engine = make_engine(native, max_draft_rows=32)
+    together = [Sequence(kind, PROMPT[:20], sampling) for kind, sampling in samplings.items()]
+    drafted = outputs_of(engine, together, {kind: tokens_of(outputs) for kind, outputs in alone.items()})
+    for kind, outputs in alone.items():
+        assert tokens_of(drafted[kind]) == tokens_of(outputs)
+        assert [one for output in drafted[kind] for one in output.logprobs] == [
+            one for output in outputs for one in output.logprobs
+        ]
+        assert (len(drafted[kind]) < len(outputs)) == (kind in ("greedy", "drawn", "kept from stopping"))
+    native.close()
+
+
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def outputs_of(
+    engine: Engine, sequences: list[Sequence], known: dict[str, list[int]] | None = None
+) -> dict[str, list[SequenceOutput]]:
+    """With `known` texts these are the drafts of those that are drafted at all."""
+    outputs: dict[str, list[SequenceOutput]] = {sequence.sequence_id: [] for sequence in sequences}
+    for sequence in sequences:
+        engine.add(sequence)
+        if known is not None and sequence.lookup is not None:
+            after = sequence.num_prompt_tokens + sequence.sampling.min_tokens
+            sequence.lookup = guesses_of(sequence, known[sequence.sequence_id], first_len=after)
+    while engine.has_unfinished:
+        for output in engine.step():
+            outputs[output.sequence_id].append(output)
+    return outputs
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3])

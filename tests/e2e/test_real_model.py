@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from decode.registry import DEFAULT_MODEL
 from tasks.settings import cache_dir
-from tests.e2e.harness import TestedCell
+from tests.e2e.harness import HOST, TestedCell
 from tokenferry.pull import pull
 
 pytestmark = pytest.mark.e2e
@@ -67,6 +68,23 @@ def test_a_kill_in_mid_stream_changes_not_one_token(cell: TestedCell) -> None:
     assert killed.num_output_tokens == undisturbed.num_output_tokens
     assert cell.attempt_of(killed.request_id) == 2
     cell.wait_until(lambda: len(cell.workers()) == 2, "the killed worker is back", 180)
+
+
+def test_a_kill_among_drafts_changes_not_one_token(cell: TestedCell) -> None:
+    text = "The ferry left the harbour at seven in the morning, and two hundred passengers watched the lights go out."
+    undisturbed = cell.stream(f"Repeat the following text word for word: {text} {text}", 60)
+    killed = cell.stream(f"Repeat the following text word for word: {text} {text}", 60, kill_after_events=5)
+    assert killed.text == undisturbed.text
+    assert cell.attempt_of(killed.request_id) == 2
+    cell.wait_until(lambda: drafts_that_were_right(cell) > 10, "drafts are counted", 10)
+    cell.wait_until(lambda: len(cell.workers()) == 2, "the killed worker is back", 180)
+
+
+def drafts_that_were_right(cell: TestedCell) -> float:
+    with urllib.request.urlopen(f"http://{HOST}:{cell.ports[0]}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    shown = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_total{")]
+    return sum(float(line.split()[-1]) for line in shown)
 
 
 PEOPLE = {

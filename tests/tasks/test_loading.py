@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from tasks.loading import QUIET_S, WeightsLog, is_ours, weights_progress
+from tasks.loading import QUIET_S, WeightsLog, is_ours, load_for, weights_progress
 from tasks.logs import TextLines
+from tasks.settings import WorkerSettings
 from tasks.weights_bar import AFTER_S, EVERY_S, WeightsBar
+from tests.decode.native_reference import tiny_checkpoint
 
 ERASE = "\r\x1b[K"
 WAIT_S = 30
@@ -204,3 +206,12 @@ def test_in_the_background_on_a_dumb_terminal_and_as_json_there_are_lines(form: 
     written = shown_on_a_terminal(form, place, term)
     assert "\x1b" not in written
     assert written.count("of the weights are there") == 4
+
+
+@pytest.mark.parametrize(("value", "is_on"), [("", True), ("off", False)])
+def test_an_engine_drafts_unless_it_is_turned_off(value: str, is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+    monkeypatch.setattr("decode.factory.load_engine", lambda _, **settings: asked.update(settings))
+    environ = {"MODEL": str(tiny_checkpoint("llama").path), "PROMPT_LOOKUP": value, "PREFLIGHT_FORCE": "1"}
+    load_for(WorkerSettings.from_env(environ), environ)
+    assert asked["prompt_lookup"] is is_on
