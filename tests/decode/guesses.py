@@ -19,14 +19,14 @@ class Guesses(PromptLookup):
     def __init__(self, guess: Callable[[list[int], int], list[int]]) -> None:
         super().__init__(0, 1 << 30)
         self._guess = guess
-        self.learned: list[tuple[int, int]] = []
-        """(number of tokens drafted, how many were right) of every draft."""
+        self.learned: list[tuple[int, int, int]] = []
+        """(number of tokens drafted, how many were right, tokens of the sequence after that) of every draft."""
 
     def draft(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
         return tuple(self._guess(token_ids, max_tokens)[:max_tokens])
 
     def learn(self, num_drafted: int, num_right: int, num_tokens: int) -> None:
-        self.learned.append((num_drafted, num_right))
+        self.learned.append((num_drafted, num_right, num_tokens))
 
 
 def guesses_of(

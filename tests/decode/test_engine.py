@@ -457,7 +457,7 @@ def test_drafts_that_are_right_are_kept_with_the_token_behind_them() -> None:
     outputs = run(engine)["a"]
     assert [(output.first_index, len(output.token_ids)) for output in outputs] == [(0, 1), (1, 9), (10, 9), (19, 1)]
     assert text(outputs) == expected[:20]
-    assert guesses.learned == [(8, 8), (8, 8), (8, 0)]
+    assert guesses.learned == [(8, 8, 20), (8, 8, 29), (8, 0, 30)]
     assert (engine.num_draft_tokens, engine.num_accepted_tokens) == (24, 16)
 
 
@@ -467,7 +467,14 @@ def test_the_token_in_place_of_the_first_wrong_draft_is_kept_and_what_is_behind_
     assert [output.token_ids for output in outputs] == [
         tuple(expected[first:last]) for first, last in ((0, 1), (1, 5), (5, 7), (7, 10))
     ]
-    assert guesses.learned == [(8, 3), (8, 1), (8, 2)]
+    assert guesses.learned == [(8, 3, 15), (8, 1, 17), (8, 2, 20)]
+
+
+def test_a_token_that_is_drafted_too_late_is_not_kept() -> None:
+    engine, _, guesses, expected = drafting(max_tokens=10)
+    guesses._guess = lambda token_ids, _: [9, *expected[len(token_ids) - 10 :]]
+    assert text(run(engine)["a"]) == expected[:10]
+    assert engine.num_accepted_tokens == 0
 
 
 def test_a_stop_token_among_the_drafts_ends_the_sequence() -> None:
@@ -552,13 +559,13 @@ def test_a_runner_that_ignores_drafts_is_found_out() -> None:
         engine.step()
 
 
-def drafts_of(max_draft_rows: int = 4, **sampling: object) -> list[tuple[int, int]]:
+def drafts_of(max_draft_rows: int = 4, max_model_len: int = 200, **sampling: object) -> list[tuple[int, int]]:
     """(output index, number of drafts) of every step with drafts, of a sequence that a model repeats for ever."""
-    engine, runner = engine_and_runner(max_draft_rows=max_draft_rows)
+    engine, runner = engine_and_runner(max_draft_rows=max_draft_rows, max_model_len=max_model_len)
     runner.model.execute = repeated  # type: ignore[method-assign]
     params = {"max_tokens": 16} | sampling
     engine.add(sequence("a", [11, 12, 13, 14, 15, 12, 13], **params))  # type: ignore[arg-type]
-    assert text(run(engine)["a"]) == [14, 15, 12, 13] * 4
+    assert text(run(engine)["a"]) == ([14, 15, 12, 13] * 4)[: max_model_len - 7]
     scheduled = [scheduled for plan in runner.plans for scheduled in plan.scheduled]
     assert engine.num_draft_tokens == engine.num_accepted_tokens == sum(len(s.draft_token_ids) for s in scheduled)
     num_tokens, found = 0, []
@@ -572,6 +579,10 @@ def drafts_of(max_draft_rows: int = 4, **sampling: object) -> list[tuple[int, in
 def test_a_sequence_that_repeats_itself_is_drafted_further_and_further() -> None:
     assert drafts_of() == [(1, 1), (3, 2), (6, 3), (10, 3), (14, 1)]
     assert drafts_of(temperature=0.7) == [(1, 1), (3, 2), (6, 3), (10, 3), (14, 1)]
+
+
+def test_nothing_is_drafted_beyond_the_end_of_the_context() -> None:
+    assert drafts_of(max_model_len=16) == [(1, 1), (3, 2), (6, 2)]
 
 
 def test_without_rows_for_them_there_are_no_drafts() -> None:

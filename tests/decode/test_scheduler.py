@@ -366,3 +366,12 @@ def test_drafts_preempt_nobody() -> None:
     plan = turns.scheduler.schedule()
     assert plan.preempted == ()
     assert drafts_of(plan) == {"a": 0, "b": 0}
+
+
+def test_drafts_that_fit_get_no_block() -> None:
+    turns = Turns(max_draft_rows=20)
+    one = turns.add("a", 1)
+    turns.step()
+    with_drafts(turns, a=2)
+    assert drafts_of(turns.scheduler.schedule()) == {"a": 2}
+    assert len(one.block_table) == 1
