@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -131,3 +132,24 @@ def test_limits_come_from_the_parameters_and_the_context() -> None:
         made = PromptLookup.of(SamplingParams(max_tokens=max_tokens), 6, max_len)
         assert made is not None
         assert made.draft([*prompt, 1, 2], 9) == draft
+
+
+class Watched(list[int]):
+    """Counts the tokens that are read of it in slices."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_a_new_token_costs_the_same_behind_a_long_prompt() -> None:
+    asked, token_ids = lookup(max_len=5000), Watched(range(1000))
+    asked.draft(token_ids, 4)
+    assert token_ids.num_read > 1000
+    token_ids.num_read = 0
+    token_ids.append(7)
+    asked.draft(token_ids, 4)
+    assert token_ids.num_read < 30
