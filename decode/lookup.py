@@ -11,10 +11,11 @@ from __future__ import annotations
 from decode.sampling import SamplingParams
 
 NGRAM_SIZES = (4, 2)
-"""PERF: of SmolLM2-135M's answers to 26 prompts, in steps: 3 and 2 gain 1 % less where text is edited, 4 and 3 as
-much less in free text."""
+"""PERF: computed from 26 answers of SmolLM2-135M: 3 and 2 instead are 1 % slower where text is edited, 4 and 3 are
+4 % slower in free text."""
 MAX_PAUSE = 32
-"""PERF: where every draft is wrong, one in 33 steps has a row too many, which costs 6 to 12 % of a step."""
+"""PERF: where every draft is wrong, one in 33 steps has a row too many, which costs 6 to 12 % of that step. In none
+of 22 answers did drafts cost more than they brought."""
 
 
 class PromptLookup:
