@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from tasks.contract import pack_step
 from tasks.moves import Append, Appended, AppendResult, LoggedStep, Published, Refused
 
-FLUSH_AFTER = 8
+FLUSH_AFTER = 16
 """Steps after which tokens are in the stream of their request, too. Far below `keys.STEPS_KEPT`.
 
-PERF: all sequences in the same step, so that of eight steps seven need nothing but the log.
+PERF: all sequences in the same step, so that of sixteen steps fifteen need nothing but the log.
 """
 
 Key = tuple[str, int]
