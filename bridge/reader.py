@@ -5,9 +5,10 @@ what (`bridge.following`), what tokens mean and where they go. A subscriber that
 read; once it has emptied its window it is read again from its last entry: Redis is the buffer.
 
 The thread turns `tick()`; everything that subscribers see happens on the event loop, by one
-`call_soon_threadsafe` a batch. An entry on the control stream makes a blocked read start again with the new list: a
-wake-up (`bridge.waker`), or the notice that a request has ended or was moved, whose own stream must be read now.
-Should a notice be lost, the heartbeat finds what it told: it reads the own streams of all.
+`call_soon_threadsafe` a batch, once the next read is on its way. An entry on the control stream makes a blocked read
+start again with the new list: a wake-up (`bridge.waker`), or the notice that a request has ended or was moved, whose
+own stream must be read now. Should a notice be lost, the heartbeat finds what it told: it reads the own streams of
+all.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Reader:
         self._waker = Waker(redis_short, reader_id)
         self._control = self._waker.control
         self._control_position = b"0-0"
+        self._batch: Batch = []
+        """Read and not handed over yet."""
         # The loop appends, the thread takes: True adds the feed, False removes it.
         self._changes: deque[tuple[bool, Feed]] = deque()
         self._following = Following()
@@ -156,22 +159,30 @@ class Reader:
 
     def tick(self, now_s: float) -> bool:
         """One read of everything, handed over. False when Redis could not be reached. `now_s` is monotonic time."""
-        self._take_changes()
-        batch: Batch = []
         try:
-            if now_s - self._last_heartbeat_s >= self._heartbeat_s:
-                self._beat()
-                self._last_heartbeat_s = now_s
-                self._read_all(batch, is_complete=True)
-            else:
-                self._read_all(batch, is_complete=False)
-        except RedisError as error:
-            self._note_outage(now_s, error)
-            return False
+            return self._read_once(now_s)
         finally:
             # Also what came before an error: it will not be read again.
-            if batch:
-                self.loop.call_soon_threadsafe(deliver, batch)
+            self._hand_over()
+
+    def _read_once(self, now_s: float) -> bool:
+        """`tick`, but what a read has brought is handed over by the next one, after it has asked for more.
+
+        PERF: the loop has the processor, and the GIL, to itself for what it does with a batch.
+        """
+        self._take_changes()
+        try:
+            if now_s - self._last_heartbeat_s >= self._heartbeat_s:
+                self._hand_over()
+                self._beat()
+                self._last_heartbeat_s = now_s
+                self._read_all(is_complete=True)
+            else:
+                self._read_all(is_complete=False)
+        except RedisError as error:
+            self._hand_over()
+            self._note_outage(now_s, error)
+            return False
         if self._outage_since_s is not None:
             self._outage_since_s = None
             self.meter.count(RECONNECTS)
@@ -181,8 +192,9 @@ class Reader:
         while not self._stopping.is_set():
             started_s = time.monotonic()
             try:
-                reached = self.tick(started_s)
+                reached = self._read_once(started_s)
             except Exception as error:
+                self._hand_over()
                 if self._stopping.is_set():
                     return
                 logger.exception("%s reader failed", self.reader_id)
@@ -190,6 +202,11 @@ class Reader:
                 reached = False
             if not reached:
                 self._stopping.wait(0.1)
+
+    def _hand_over(self) -> None:
+        if self._batch:
+            batch, self._batch = self._batch, []
+            self.loop.call_soon_threadsafe(deliver, batch)
 
     def _take_changes(self) -> None:
         self._wake_pending = False
@@ -200,23 +217,23 @@ class Reader:
             else:
                 self._following.remove(feed)
 
-    def _read_all(self, batch: Batch, is_complete: bool) -> None:
+    def _read_all(self, is_complete: bool) -> None:
         """`is_complete`: the own streams of those that are live, too."""
         is_changed = self._following.arrange()
         if is_complete and self._following.has_live:
-            self._read(layers_of(self._following.feeds), batch, block=False)
+            self._read(layers_of(self._following.feeds), block=False)
             return
         layers = self._following.layers
-        has_logged = self._read(layers, batch, block=not (is_changed and len(layers) > 1))
+        has_logged = self._read(layers, block=not (is_changed and len(layers) > 1))
         num_read = sum(map(len, layers))
-        if self._block_ms is not None and not has_logged and 0 < len(batch) < num_read / 2:
+        if self._block_ms is not None and not has_logged and 0 < len(self._batch) < num_read / 2:
             # PERF: without a log a step of the engine appends to all its streams one after the other, and the read
             # returns at the first of them; after the pause the rest is there too, and is handed over at once.
             time.sleep(self._pace_s)
             self._following.arrange()
-            self._read(self._following.layers, batch, block=False)
+            self._read(self._following.layers, block=False)
 
-    def _read(self, layers: Sequence[dict[bytes, Feed]], batch: Batch, block: bool) -> bool:
+    def _read(self, layers: Sequence[dict[bytes, Feed]], block: bool) -> bool:
         """True if a log has brought something.
 
         Of one reply, first what has ended, then what the requests' own streams have, then the logs: as listed.
@@ -227,13 +244,13 @@ class Reader:
             if number == 0:
                 positions = {self._control: self._control_position, **positions, **self._following.logs()}
             block_ms = self._block_ms if block and number == 0 else None
-            for key, entries in self._xread.read(positions, block_ms):
+            for key, entries in self._xread.read(positions, block_ms, self._hand_over if block else None):
                 if key == self._control:
                     self._take_control(entries)
                 elif (feed := layer.get(key)) is not None:
-                    self._take_out(feed, entries, batch)
+                    self._take_out(feed, entries)
                 else:
-                    batch += self._following.take_log(key, entries)
+                    self._batch += self._following.take_log(key, entries)
                     has_logged = True
         return has_logged
 
@@ -243,7 +260,7 @@ class Reader:
         if over:
             self._following.attempt_over(over)
 
-    def _take_out(self, feed: Feed, entries: Entries, batch: Batch) -> None:
+    def _take_out(self, feed: Feed, entries: Entries) -> None:
         try:
             events = self._following.take_out(feed, entries)
         except ContractError as error:
@@ -251,7 +268,7 @@ class Reader:
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))
             return
         if events:
-            batch.append((feed, events, feed.position))
+            self._batch.append((feed, events, feed.position))
 
     def _beat(self) -> None:
         feeds = self._following.feeds

@@ -9,7 +9,7 @@ command costs it 60 for 32 streams, and 20 here, where the keys are packed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from redis import Redis
@@ -30,14 +30,21 @@ class Xread:
         self._keys: tuple[bytes, ...] = ()
         self._packed_keys = b""
 
-    def read(self, positions: Mapping[bytes, bytes], block_ms: int | None) -> list[tuple[bytes, Entries]]:
-        """The streams that have entries after their position, with up to `count` of them each."""
+    def read(
+        self, positions: Mapping[bytes, bytes], block_ms: int | None, meanwhile: Callable[[], None] | None = None
+    ) -> list[tuple[bytes, Entries]]:
+        """The streams that have entries after their position, with up to `count` of them each.
+
+        `meanwhile` is called once Redis has been asked.
+        """
         command = self._command(positions, block_ms)
         try:
             if self._connection is None:
                 self._connection = self._client.connection_pool.get_connection()
             connection = self._connection
             connection.send_packed_command([command])
+            if meanwhile is not None:
+                meanwhile()
             return connection.read_response() or []
         except (RedisError, OSError):
             self.close()

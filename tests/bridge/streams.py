@@ -91,10 +91,10 @@ class Streams:
     def _note_reads(self) -> None:
         read = self.reader._xread.read
 
-        def noting(positions: Mapping[bytes, bytes], block_ms: int | None) -> list[tuple[bytes, Entries]]:
+        def noting(positions: Mapping[bytes, bytes], *how: Any) -> list[tuple[bytes, Entries]]:
             names = [re.sub(r"tf:(worker:|\{)?|\}:out", "", key.decode()) for key in positions]
             self.reads.append([name for name in names if name != "control:r1"])
-            return read(positions, block_ms)
+            return read(positions, *how)
 
         self.reader._xread.read = noting  # type: ignore[method-assign]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -288,7 +289,7 @@ def test_a_second_reader_of_a_stream_does_not_wait_for_the_first(
     async def test(streams: Streams) -> None:
         reads: list[int | None] = []
 
-        def read(positions: dict[bytes, bytes], block_ms: int | None) -> list[object]:
+        def read(positions: dict[bytes, bytes], block_ms: int | None, meanwhile: object) -> list[object]:
             reads.append(block_ms)
             return []
 
@@ -315,6 +316,47 @@ def test_a_wake_up_is_read_once(fake_server: RedisServer) -> None:
     run(fake_server, test)
 
 
+def test_the_thread_asks_for_more_before_it_hands_over(
+    fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(streams: Streams) -> None:
+        subscription = streams.open("a")
+        streams.append("a", 0, 5)
+        reader, done = streams.reader, list[str]()
+        read, hand_over = reader._xread.read, reader.loop.call_soon_threadsafe
+
+        def asking(positions: dict[bytes, bytes], block_ms: int | None, meanwhile: Any) -> object:
+            entries = read(positions, block_ms, meanwhile)
+            done.append("answered")
+            return entries
+
+        monkeypatch.setattr(reader._xread, "read", asking)
+        monkeypatch.setattr(
+            reader.loop, "call_soon_threadsafe", lambda *call: done.append("handed over") or hand_over(*call)
+        )
+        reader._read_once(0)
+        reader._read_once(0)
+        assert done == ["answered", "handed over", "answered"]
+        await asyncio.sleep(0)
+        assert ready(subscription) == [TokenEvent(0, 1, (5,))]
+
+    run(fake_server, test)
+
+
+def test_an_outage_does_not_keep_what_was_read(fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(streams: Streams) -> None:
+        subscription = streams.open("a")
+        streams.append("a", 0, 5)
+        streams.reader._read_once(0)
+        with monkeypatch.context() as broken:
+            broken.setattr(streams.reader._xread, "read", unreachable)
+            assert not streams.reader._read_once(0)
+        await asyncio.sleep(0)
+        assert ready(subscription) == [TokenEvent(0, 1, (5,))]
+
+    run(fake_server, test)
+
+
 def test_what_was_read_before_an_error_is_handed_over(
     fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,10 +366,10 @@ def test_what_was_read_before_an_error_is_handed_over(
         streams.end("a", 1)
         read = streams.reader._xread.read
 
-        def break_at_the_second_reader(positions: dict[bytes, bytes], block_ms: int | None) -> object:
+        def break_at_the_second_reader(positions: dict[bytes, bytes], *how: Any) -> object:
             if keys.control("r1").encode() not in positions:
                 raise ConnectionError("refused")
-            return read(positions, block_ms)
+            return read(positions, *how)
 
         with monkeypatch.context() as broken:
             broken.setattr(streams.reader._xread, "read", break_at_the_second_reader)
@@ -339,7 +381,7 @@ def test_what_was_read_before_an_error_is_handed_over(
     run(fake_server, test)
 
 
-def unreachable(positions: object, block_ms: object) -> None:
+def unreachable(*how: object) -> None:
     raise ConnectionError("refused")
 
 

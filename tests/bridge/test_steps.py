@@ -183,7 +183,7 @@ def test_a_heartbeat_hands_over_at_once_what_it_finds(
         await live(streams)
         waits: list[int | None] = []
 
-        def read(positions: dict[bytes, bytes], block_ms: int | None) -> list[object]:
+        def read(positions: dict[bytes, bytes], block_ms: int | None, meanwhile: object) -> list[object]:
             waits.append(block_ms)
             return []
 
