@@ -7,6 +7,7 @@ safe to send twice, so a call whose reply was lost may simply be sent again, by 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -17,35 +18,35 @@ from redis.exceptions import NoScriptError
 from tasks import keys
 
 Argument = str | bytes | int
-NAMES = (
-    "submit",
-    "enqueue",
-    "forestall",
-    "attach",
-    "detach",
-    "reader_leave",
-    "claim",
-    "append",
-    "log",
-    "release",
-    "reoffer",
-    "look",
-    "close",
-    "stored",
-    "amend",
-    "delete",
-    "heartbeat",
-    "leave",
-    "peers",
-    "fetch",
-)
+_RECORDS = ("clock", "records")
+_ENDS = (*_RECORDS, "events", "readers", "ends")
+_OFFERS = (*_ENDS, "offers")
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "submit": (*_RECORDS, "events", "readers", "queue"),
+    "enqueue": ("queue",),
+    "forestall": ("clock",),
+    "attach": (*_RECORDS, "readers"),
+    "detach": _ENDS,
+    "reader_leave": ("clock",),
+    "claim": (*_RECORDS, "events"),
+    "append": (*_ENDS, "steps"),
+    "log": ("steps",),
+    "release": _OFFERS,
+    "reoffer": _OFFERS,
+    "look": _OFFERS,
+    "close": _ENDS,
+    "stored": ("clock",),
+    "amend": (),
+    "delete": _RECORDS,
+    "heartbeat": ("clock", "events"),
+    "leave": (*_RECORDS, "events"),
+    "peers": ("clock",),
+    "fetch": ("clock",),
+}
+"""The scripts, and what of `tasks/scripts/parts/` stands before the body of each, in this order.
 
-
-PARTS = {"append": ("prelude", "steps"), "log": ("steps",)}
-"""What stands before the body of these scripts; before that of all others the prelude.
-
-PERF: each call makes the functions of what stands before the body: the prelude's take 65 microseconds when a step of
-an engine lies between two calls.
+PERF: each call makes the functions of what stands before the body: those of all parts take 65 microseconds when a
+step of an engine lies between two calls.
 """
 
 
@@ -53,8 +54,8 @@ an engine lies between two calls.
 def source(name: str) -> str:
     """The whole text of script `name`: key templates, shared parts, body."""
     folder = files("tasks") / "scripts"
-    parts = (*PARTS.get(name, ("prelude",)), name)
-    return keys.lua_constants() + "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    paths = (*(folder / "parts" / f"{part}.lua" for part in PARTS[name]), folder / f"{name}.lua")
+    return keys.lua_constants() + "".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 class Scripts:
@@ -62,7 +63,7 @@ class Scripts:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._sources = {name: source(name) for name in NAMES}
+        self._sources = {name: source(name) for name in PARTS}
         self._hashes = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in self._sources.items()}
 
     def call(self, name: str, now_ms: int | None, *args: Argument) -> Any:
