@@ -145,8 +145,33 @@ def test_an_acknowledged_message_leaves_nothing_in_dramatiqs_books(cell: Cell, w
     broker: Any = worker.broker
     assert broker.do_qsize(NEW) == 2  # the message, and that it is here
     worker.consumer.acknowledge(worker.taken[0])
-    assert broker.do_qsize(NEW) == 0
     assert worker.gate.num_taken == 0
+    worker.consumer.tick()
+    assert broker.do_qsize(NEW) == 0
+
+
+def test_what_is_acknowledged_is_told_without_room_and_at_the_end_too(cell: Cell) -> None:
+    worker = Worker(cell, "w1", num_slots=2)
+    broker: Any = worker.broker
+    for request_id in ("r1", "r2"):
+        push(cell, NEW, request_id)
+        worker.consumer.tick()
+    worker.consumer.acknowledge(worker.taken[0])
+    worker.gate.close()
+    worker.consumer.tick()
+    assert broker.do_qsize(NEW) == 2
+    worker.consumer.acknowledge(worker.taken[1])
+    worker.consumer.stop(1)
+    assert broker.do_qsize(NEW) == 0
+
+
+def test_only_what_is_here_can_be_acknowledged(cell: Cell, worker: Worker) -> None:
+    push(cell, NEW, "r1")
+    worker.consumer.tick()
+    worker.broker.do_requeue(NEW, worker.taken[0].options["redis_message_id"])  # type: ignore[attr-defined]
+    worker.consumer.acknowledge(worker.taken[0])
+    assert worker.consumer.tick()
+    assert worker.ids == ["r1", "r1"]
 
 
 def test_the_books_of_a_fetch_expire(cell: Cell, worker: Worker) -> None:
@@ -157,23 +182,26 @@ def test_the_books_of_a_fetch_expire(cell: Cell, worker: Worker) -> None:
     assert cell.queue.pttl(keys.message_heartbeats()) > 0
 
 
-def test_an_acknowledgement_is_tried_until_redis_answers(
+def test_an_acknowledgement_is_told_until_redis_answers(
     cell: Cell, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push(cell, NEW, "r1")
     worker.consumer.tick()
-    answers = iter([ConnectionError("away"), ConnectionError("away"), None])
-    calls: list[tuple[Any, ...]] = []
-
-    def ack(*args: Any) -> None:
-        calls.append(args)
-        if (error := next(answers)) is not None:
-            raise error
-
-    monkeypatch.setattr(worker.broker, "do_ack", ack, raising=False)
-    monkeypatch.setattr(consumer, "RETRY_PAUSE_S", 0)
     worker.consumer.acknowledge(worker.taken[0])
-    assert calls == [(NEW, worker.taken[0].options["redis_message_id"])] * 3
+    broker: Any = worker.broker
+    with monkeypatch.context() as away:
+        away.setattr(worker.consumer, "_scripts", Away())
+        away.setattr(broker, "do_ack", Away().call, raising=False)
+        for _ in range(3):
+            assert not worker.consumer.tick()
+    worker.consumer.tick()
+    assert broker.do_qsize(NEW) == 0
+    assert cell.queue.llen(keys.message_list(NEW)) == 0, "and was not given back"
+
+
+class Away:
+    def call(self, *args: Any) -> None:
+        raise ConnectionError("away")
 
 
 # -- messages that are no good
@@ -229,6 +257,7 @@ def test_an_unreadable_message_is_dropped_loudly_and_the_next_one_comes(
     assert worker.consumer.tick()
     assert worker.ids == ["r1"]
     worker.consumer.acknowledge(worker.taken[0])
+    worker.consumer.tick()
     assert broker.do_qsize(NEW) == 0
 
 
@@ -238,6 +267,7 @@ def test_a_message_that_lies_about_its_queue_is_acknowledged_where_it_was(cell: 
     worker.consumer.tick()
     assert worker.taken[0].queue_name == NEW
     worker.consumer.acknowledge(worker.taken[0])
+    worker.consumer.tick()
     assert cell.queue.hlen(keys.messages(NEW)) == 0
 
 
@@ -273,6 +303,7 @@ def test_the_messages_of_a_worker_that_died_long_ago_are_dropped_and_those_of_a_
     assert cell.queue.zscore(keys.message_heartbeats(), dead.broker.broker_id) is None
     for other in (dead, live):  # the dead one was only frozen
         other.consumer.acknowledge(other.taken[0])
+        other.consumer.tick()
     assert cell.queue.hlen(keys.messages(NEW)) == 0
 
 
@@ -356,6 +387,18 @@ def test_a_lost_wake_token_only_costs_time(cell: Cell, worker: Worker) -> None:
 
 def test_blocking_ends_before_the_client_gives_up() -> None:
     assert consumer.BLOCK_S <= clients.MAX_BLOCK_S
+
+
+def test_the_last_message_takes_the_wake_tokens_of_those_before_it_along(cell: Cell, worker: Worker) -> None:
+    """Each would have somebody look in vain."""
+    sender = submitter(cell)
+    for n in range(3):
+        sender.submit([job(f"r{n}")], reader=None, max_waiting=9)
+    for num_left in (3, 3, 0):
+        assert worker.consumer.tick()
+        assert cell.redis.llen(keys.wake(NEW)) == num_left
+    sender.submit([job("r3")], reader=None, max_waiting=9)
+    assert cell.redis.llen(keys.wake(NEW)) == 1
 
 
 def test_wake_tokens_are_bounded_and_expire(cell: Cell) -> None:

@@ -71,10 +71,12 @@ class Queues:
                 keys.message_list(queue),
                 keys.messages(queue),
                 keys.message_acks(queue, "b"),
+                keys.wake(queue),
                 head_starts.get(queue, ""),
+                "",
             )
         ]
-        reply = self.scripts.call("fetch", None, "b", keys.message_heartbeats(), 1000, *arguments)
+        reply = self.scripts.call("fetch", None, "b", keys.message_heartbeats(), 1000, "0 1", *arguments)
         return None if reply is None else reply[1].decode()
 
 
