@@ -22,8 +22,8 @@ Main database (N):
 | tf:lately:<model>        | string | leave, by the watchdog     | submit                | LATELY_MS               |
 | tf:worker:<wid>          | hash   | heartbeat                  | web, catalog, demo    | lease + 60 s            |
 | tf:worker:<wid>:held     | set    | claim, release, ends       | watchdog, peers       | 24 h; members leave     |
-| tf:worker:<wid>:steps    | stream | append, log                | bridge reader, ends   | STEPS_TTL_MS, KEPT      |
-| tf:worker:<wid>:rev      | string | append, ends, re-offers    | append, log           | STEPS_TTL_MS            |
+| tf:worker:<wid>:steps    | stream | worker, append, ends       | bridge reader, ends   | STEPS_TTL_MS, KEPT      |
+| tf:worker:<wid>:rev      | string | append, ends, re-offers    | append                | STEPS_TTL_MS            |
 | tf:readers               | zset   | reader_heartbeat, attach   | watchdog              | 24 h; members leave     |
 | tf:reader:<rid>:open     | set    | submit, attach, ends       | watchdog              | 24 h; members leave     |
 | tf:control:<rid>         | stream | reader, ends, re-offers    | the reader itself     | 24 h, CONTROL_KEPT      |

@@ -30,7 +30,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "reader_leave": ("clock",),
     "claim": (*_RECORDS, "events"),
     "append": (*_ENDS, "steps"),
-    "log": ("steps",),
     "release": _OFFERS,
     "reoffer": _OFFERS,
     "look": _OFFERS,

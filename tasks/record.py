@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import orjson
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from tasks import keys
 from tasks.contract import (
@@ -330,9 +331,8 @@ class RequestRecords(Leases):
 
     def publish(self, appends: Sequence[Append], step: LoggedStep, now_ms: int | None = None) -> Published:
         """The same with a log: also, or only, what goes there (`tasks.step_log` decides). One round trip."""
-        if step.worker and step.rev and not appends:
-            reply = self._scripts.call("log", now_ms, step.worker, step.rev, step.number, step.packed)
-            return Published(step.rev if reply in (1, b"") else reply.decode(), reply == 1, ())
+        if step.rev and step.packed and not appends and self._add_to_log(step):
+            return Published(step.rev, True, ())
         arguments = [argument for item in appends for argument in _append_arguments(item, step)]
         rev, is_undisturbed, *replies = self._scripts.call(
             "append",
@@ -349,6 +349,22 @@ class RequestRecords(Leases):
             Refused(reply[0].decode()) if isinstance(reply, list) else Appended(int(reply)) for reply in replies
         ]
         return Published(rev.decode(), bool(is_undisturbed), results)
+
+    def _add_to_log(self, step: LoggedStep) -> bool:
+        """A step of which everything goes into the log, as nearly every one. False: `append` has to look at it.
+
+        PERF: the log itself refuses what has another `rev`: no script.
+        """
+        entry = f"{step.rev}-{step.number}"
+        try:
+            added = self._redis.execute_command(
+                *("XADD", keys.steps(step.worker), "NOMKSTREAM", "MAXLEN", keys.STEPS_KEPT, entry, "s", step.packed)
+            )
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise
+            return False
+        return added is not None
 
     def release(self, request_id: str, attempt: int, worker: str, reason: str, now_ms: int | None = None) -> Outlook:
         """Give an assignment back for another attempt. None when it is not this worker's any more.

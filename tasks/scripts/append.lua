@@ -9,16 +9,18 @@
 local active_ttl, stream_ttl = ARGV[2], ARGV[3]
 local worker, step, packed = ARGV[4], ARGV[6], ARGV[7]
 local rev_key = REV:format(worker)
-local rev, is_undisturbed = '', false
+local is_undisturbed, entry_of_step = false, ''
 
 if worker ~= '' then
-  rev = redis.call('GET', rev_key)
+  local rev, told = redis.call('GET', rev_key), tonumber(ARGV[5]) or 0
   is_undisturbed = rev == ARGV[5]
-  if not rev then
-    -- Nobody has this number, not even from before a Redis that has lost everything.
-    redis.call('SET', rev_key, int(math.max(now, (tonumber(ARGV[5]) or 0) + 1)))
+  if not rev or told > tonumber(rev) then
+    -- Nobody has this number, not even from before a Redis that has lost everything, or its last second.
+    rev = int(math.max(now, told + 1))
+    set_rev(worker, rev)
   end
-  local failure = is_undisturbed and packed ~= '' and add_step(worker, step, packed)
+  entry_of_step = rev .. '-' .. step
+  local failure = is_undisturbed and packed ~= '' and add_step(worker, entry_of_step, packed)
   if failure then
     return failure
   end
@@ -55,9 +57,9 @@ local function append(id, fence, first_index, tokens, slot, end_state, end_reaso
   -- Whatever the log has of this attempt is among these tokens, or was just taken from it.
   r.slot = ''
   -- What arrives again, much later, must not bring an earlier slot back.
-  if slot ~= '' and tonumber(step) > (tonumber(r.logged) or 0) then
-    redis.call('HSET', req, 'slot', slot, 'logged', step)
-    r.was_logged, r.logged = true, step
+  if slot ~= '' and tonumber(step) > tonumber(r.logged:match('%d+$') or 0) then
+    redis.call('HSET', req, 'slot', slot, 'logged', entry_of_step)
+    r.was_logged, r.logged = true, entry_of_step
   end
 
   if #tokens > 0 and logprobs ~= '' then
@@ -80,7 +82,7 @@ local function append(id, fence, first_index, tokens, slot, end_state, end_reaso
     end
     r.next_index = r.next_index + #tokens / 4
     redis.call('HSET', req, 'state', 'streaming', 'next_index', int(r.next_index), 'losses', '0', 'cached', cached,
-      'fence', fence, 'logged', worker ~= '' and step or r.logged)
+      'fence', fence, 'logged', worker ~= '' and entry_of_step or r.logged)
     r.cached = cached
   end
   if end_state ~= '' then
@@ -100,7 +102,7 @@ local function append_plain(id, fence, first_index, tokens, slot, entry, next_in
     if worker == '' then
       redis.call('HSET', req, 'next_index', next_index)
     else
-      redis.call('HSET', req, 'next_index', next_index, 'logged', step)
+      redis.call('HSET', req, 'next_index', next_index, 'logged', entry_of_step)
     end
     return next_index
   end

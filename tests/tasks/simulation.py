@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from redis import Redis
-from redis.exceptions import ConnectionError, NoScriptError, RedisError
+from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from bridge.watchdog import Watchdog
 from decode.sampling import SamplingParams
@@ -92,16 +92,30 @@ class Link:
         self.is_cut = False
 
     def evalsha(self, sha: str, num_keys: int, *args: Any) -> Any:
+        server = self._simulation.server
+        self._simulation.touch(args)
+        return self._call(
+            lambda: server.evalsha(sha, num_keys, *args),
+            lambda: server.evalsha(sha, num_keys, self._simulation.now_ms, *args[1:]),
+            args,
+        )
+
+    def execute_command(self, *args: Any) -> Any:
+        def call() -> Any:
+            return self._simulation.server.redis.execute_command(*args)
+
+        return self._call(call, call, args)
+
+    def _call(self, call: Callable[[], Any], call_late: Callable[[], Any], args: Sequence[Any]) -> Any:
         simulation = self._simulation
-        simulation.touch(args)
         lost = simulation.loss()
         if self.is_cut or lost == "call":
             if simulation.chance(0.5):
-                simulation.late.append((sha, num_keys, args))  # it is in a buffer, and arrives after all
+                simulation.late.append((call_late, args))  # it is in a buffer, and arrives after all
             raise ConnectionError("the call got lost")
-        reply = simulation.server.evalsha(sha, num_keys, *args)
+        reply = call()
         if simulation.chance(0.08):
-            simulation.late.append((sha, num_keys, args))
+            simulation.late.append((call_late, args))
         if lost == "reply":
             raise ConnectionError("the reply got lost")
         return reply
@@ -239,7 +253,7 @@ class Simulation:
         self.is_healed = False
         self.trace: list[str] = []
         self.seen: set[str] = set()
-        self.late: list[tuple[str, int, tuple[Any, ...]]] = []
+        self.late: list[tuple[Callable[[], Any], Sequence[Any]]] = []
         self.queue = Queue(self)
         self.num_names = 0
         self.asks: list[Ask] = []
@@ -668,12 +682,12 @@ class Simulation:
     def call_again(self) -> None:
         """A call that took effect long ago arrives a second time, with the time of now."""
         if self.late:
-            sha, num_keys, args = self.late.pop(self.random.randrange(len(self.late)))
+            call, args = self.late.pop(self.random.randrange(len(self.late)))
             self.touch(args)
             try:
-                self.server.evalsha(sha, num_keys, self.now_ms, *args[1:])
+                call()
                 self.seen.add("called again")
-            except NoScriptError:
+            except ResponseError:  # no such script, or a step that comes too late
                 pass
             self.accept_late()
 

@@ -179,5 +179,6 @@ def test_a_worker_with_a_log_that_did_not_notice_leaves_only_what_has_an_end(red
             settled += log.take(plan, cell.records.publish(plan.appends, plan.step, cell.now_ms))
         refused += [result for _, result in settled if isinstance(result, Refused)]
     assert refused == [Refused("missing")] * 2
-    assert cell.redis.keys("*") == [keys.worker_rev("w1").encode()]
-    assert 0 < cell.redis.pttl(keys.worker_rev("w1")) <= keys.STEPS_TTL_MS
+    left = [keys.worker_rev("w1"), keys.steps("w1")]
+    assert sorted(cell.redis.keys("*")) == [name.encode() for name in left]
+    assert all(0 < cell.redis.pttl(name) <= keys.STEPS_TTL_MS for name in left)

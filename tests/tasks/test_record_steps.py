@@ -54,8 +54,10 @@ class Logging(Cell):
         )
         assert published.results == [Appended(index + 1)]
 
-    def log(self, worker: str = "w1") -> list[tuple[bytes, list[tuple[int, int, int]]]]:
-        return [(entry, [*unpack_step(fields[b"s"])]) for entry, fields in self.redis.xrange(keys.steps(worker))]
+    def log(self, worker: str = "w1") -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Number and tokens of each step."""
+        entries = self.redis.xrange(keys.steps(worker))
+        return [(int(entry.partition(b"-")[2]), [*unpack_step(fields[b"s"])]) for entry, fields in entries]
 
     def notices(self, reader: str = "web") -> list[str]:
         return [fields[b"o"].decode() for _, fields in self.redis.xrange(keys.control(reader))]
@@ -86,7 +88,7 @@ def test_a_step_is_one_entry_with_the_tokens_of_all(cell: Logging) -> None:
     cell.begin("b", 2, 20)
     assert cell.step((1, 1, 11), (2, 1, 21), (2, 2, 22)).is_undisturbed
     assert cell.step((1, 2, 12)).is_undisturbed
-    assert cell.log() == [(b"3-0", [(1, 1, 11), (2, 1, 21), (2, 2, 22)]), (b"4-0", [(1, 2, 12)])]
+    assert cell.log() == [(3, [(1, 1, 11), (2, 1, 21), (2, 2, 22)]), (4, [(1, 2, 12)])]
     assert (cell.tokens("a"), cell.tokens("b")) == ([10], [20])
     assert (visible_tokens(cell.redis, "a"), visible_tokens(cell.redis, "b")) == ([10, 11, 12], [20, 21, 22])
     assert cell.state("a").next_index == 1
@@ -103,7 +105,7 @@ def test_a_flush_adds_what_the_log_has_and_nothing_twice(cell: Logging) -> None:
     cell.step((SLOT, 1, 101))
     cell.step((SLOT, 2, 102))
     cell.step(own=[Append("r1", 1, 1, (101, 102, 103))])
-    assert int(cell.redis.hget(keys.request("r1"), "logged")) == cell.number
+    assert cell.redis.hget(keys.request("r1"), "logged").decode() == f"{cell.rev}-{cell.number}"
     cell.step((SLOT, 4, 104))
     assert cell.tokens() == [100, 101, 102, 103]
     cell.records.close("r1", "cancelled", "stopped", now_ms=cell.now_ms)
@@ -125,11 +127,21 @@ def test_a_flush_that_is_in_the_log_as_well_is_there_once(cell: Logging) -> None
 def test_without_the_rev_of_now_nothing_is_logged(cell: Logging) -> None:
     cell.begin()
     rev = cell.rev
-    for wrong in ("1", rev + "0"):
+    for wrong in ("1", str(int(rev) - 1)):
         assert not cell.step((SLOT, 1, 101), rev=wrong).is_undisturbed
     assert cell.log() == []
     assert cell.rev == rev
     assert cell.step((SLOT, 1, 101)).is_undisturbed
+
+
+def test_a_log_that_is_gone_is_begun_anew_only_by_who_is_undisturbed(cell: Logging) -> None:
+    cell.begin()
+    cell.redis.delete(keys.steps("w1"))
+    assert not cell.step((SLOT, 1, 101), rev="1").is_undisturbed
+    assert cell.log() == []
+    assert cell.step((SLOT, 1, 101)).is_undisturbed
+    assert [tokens for _, tokens in cell.log()] == [[(SLOT, 1, 101)]]
+    assert cell.redis.pttl(keys.steps("w1")) > 0
 
 
 def test_the_first_step_of_a_worker_is_told_its_rev(cell: Logging) -> None:
@@ -163,6 +175,19 @@ def test_after_redis_has_lost_its_last_second_a_rev_does_not_come_again(cell: Lo
     cell.now_ms += 1_000
     cell.records.close("b", "cancelled", "stopped", now_ms=cell.now_ms)
     assert not cell.step((2, 1, 101), rev=known).is_undisturbed
+
+
+def test_a_redis_that_has_lost_its_last_second_tells_a_higher_rev_as_soon_as_it_judges(cell: Logging) -> None:
+    cell.begin("a", 1)
+    cell.begin("b", 2)
+    before = cell.redis.get(keys.worker_rev("w1"))
+    cell.step(own=[Append("a", 1, 1, (), 0, STOP)])
+    known = int(cell.rev)
+    cell.redis.set(keys.worker_rev("w1"), before)
+    assert not cell.step(own=[Append("b", 1, 1, (101,))]).is_undisturbed
+    assert int(cell.rev) > known
+    assert cell.step((2, 2, 102)).is_undisturbed
+    assert visible_tokens(cell.redis, "b") == [100, 101, 102]
 
 
 @pytest.mark.parametrize("move", ["close", "detach", "release", "lost", "look"])
@@ -215,7 +240,7 @@ def test_a_step_sent_again_is_there_once_and_taken(cell: Logging) -> None:
     cell.step((SLOT, 2, 102))
     late = cell.step((SLOT, 1, 101), own=own, slots={("r2", 1): 8}, number=cell.number - 1)
     assert late.results == [Appended(1)]
-    assert [entry for entry, _ in cell.log()] == [b"2-0", b"3-0"]
+    assert [number for number, _ in cell.log()] == [2, 3]
     cell.records.close("r1", "cancelled", "stopped", now_ms=cell.now_ms)
     assert cell.tokens() == [100, 101, 102]
 

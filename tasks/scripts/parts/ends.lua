@@ -27,12 +27,22 @@ local function fold(r)
   end
 end
 
--- What is compared for all that a worker holds is not what it was: something of that has ended or was moved. It is no
--- number that anybody has, not even from a Redis that has lost its last second.
+-- `rev` is compared for all that `worker` holds, and its log has entries `<rev>-<step>`: from now on Redis refuses what
+-- is added to it with an earlier one.
+local function set_rev(worker, rev)
+  local steps, mark = STEPS:format(worker), int(rev) .. '-0'
+  redis.call('XADD', steps, mark, 's', '')
+  redis.call('XDEL', steps, mark)
+  redis.call('PEXPIRE', steps, STEPS_TTL_MS)
+  redis.call('SET', REV:format(worker), int(rev), 'PX', STEPS_TTL_MS)
+end
+
+-- Something of what a worker holds has ended or was moved. The new `rev` is no number that anybody has, not even from a
+-- Redis that has lost its last second.
 local function disturb(worker)
   local rev = worker ~= '' and tonumber(redis.call('GET', REV:format(worker)) or nil)
   if rev then
-    redis.call('SET', REV:format(worker), int(math.max(now, rev + 1)), 'KEEPTTL')
+    set_rev(worker, math.max(now, rev + 1))
   end
 end
 
