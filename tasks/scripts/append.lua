@@ -20,12 +20,13 @@ if worker ~= '' then
     set_rev(worker, rev)
   end
   entry_of_step = rev .. '-' .. step
-  local failure = is_undisturbed and packed ~= '' and add_step(worker, entry_of_step, packed)
-  if failure then
-    return failure
+  if is_undisturbed and packed ~= '' then
+    local failure = add_step(worker, entry_of_step, packed)
+    if failure then
+      return failure
+    end
+    redis.call('PEXPIRE', rev_key, STEPS_TTL_MS)
   end
-  redis.call('PEXPIRE', rev_key, STEPS_TTL_MS)
-  redis.call('PEXPIRE', STEPS:format(worker), STEPS_TTL_MS)
 end
 
 local function append(id, fence, first_index, tokens, slot, end_state, end_reason, terminal, logprobs)
