@@ -73,6 +73,8 @@ class Detokenizer:
         stop = self._stop
         if stop is None:
             self.num_tokens_used += len(token_ids)
+            if len(token_ids) == 1:
+                return self._decode(token_ids[0])
             return "".join([self._decode(token_id) for token_id in token_ids])
         safe = ""
         for token_id in token_ids:

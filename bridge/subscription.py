@@ -162,7 +162,15 @@ class Subscription:
                 self._has_ended = True
                 self._detach()
                 break
-            self._accept_tokens(event)
+            if event.index != self.next_index:
+                fresh = from_index(event, self.next_index)
+                if fresh is None:
+                    continue
+                event = fresh
+            num_tokens = len(event.token_ids)
+            self._events.append(event)
+            self.next_index += num_tokens
+            self._num_tokens += num_tokens
         self._position = position
         if self._num_tokens >= self._window:
             self._detach()
@@ -170,28 +178,17 @@ class Subscription:
             self._hand_over()
 
     def _hand_over(self) -> None:
+        if self.on_first_token is not None and self._num_tokens:
+            self.on_first_token()
+            self.on_first_token = None
         # PERF: waking a task for each token costs more than everything else that is done with it.
-        can_be_direct = self.direct is not None and self._waiting.is_on and self._feed is not None
-        if can_be_direct and self.direct is not None and self.direct(self._events):
+        direct = self.direct
+        if direct is not None and self._waiting.is_on and self._feed is not None and direct(self._events):
             self._events = []
             self._num_tokens = 0
             self._waiting.extend()
             return
         self._waiting.end()
-
-    def _accept_tokens(self, event: TokenEvent) -> None:
-        if event.index != self.next_index:
-            fresh = from_index(event, self.next_index)
-            if fresh is None:
-                return
-            event = fresh
-        if self.on_first_token is not None:
-            self.on_first_token()
-            self.on_first_token = None
-        num_tokens = len(event.token_ids)
-        self._events.append(event)
-        self.next_index += num_tokens
-        self._num_tokens += num_tokens
 
     def _gap(self, event: StreamEvent) -> None:
         if self._gap_at == self.next_index:
