@@ -282,9 +282,12 @@ class Reader:
         feeds = list(self._following.feeds)
         if not feeds:
             return
+        names = [keys.request(feed.subscription.request_id) for feed in feeds]
+        if self._short.exists(*names) == len(names):
+            return
         pipeline = self._short.pipeline(transaction=False)
-        for feed in feeds:
-            pipeline.exists(keys.request(feed.subscription.request_id))
+        for name in names:
+            pipeline.exists(name)
         gone = [feed for feed, exists in zip(feeds, pipeline.execute(), strict=True) if not exists]
         self._fail(gone, StreamLost("the request is no longer known to the queue"))
 
