@@ -78,8 +78,27 @@ class AssignmentConsumer:
         self._monotonic = monotonic
         self._pause = pause
         self._wake_keys = [keys.worker_wake(info.worker), *map(keys.wake, self.queues)]
-        self._head_starts = {keys.queue_new(info.model, priority): ms for priority, ms in HEAD_START_MS.items()}
-        self._databases = place_of(redis, broker)
+        head_starts = {keys.queue_new(info.model, priority): ms for priority, ms in HEAD_START_MS.items()}
+        self._fetch_arguments: list[str | int] = [
+            broker.broker_id,
+            keys.message_heartbeats(broker.namespace),
+            BOOKS_TTL_MS,
+            place_of(redis, broker),
+        ]
+        self._places: list[tuple[str, tuple[str | int, ...]]] = [
+            (
+                queue,
+                (
+                    keys.message_list(queue, broker.namespace),
+                    keys.messages(queue, broker.namespace),
+                    self._acks(queue),
+                    keys.wake(queue),
+                    head_starts.get(queue, ""),
+                ),
+            )
+            for queue in self.queues
+        ]
+        """What the script that fetches has to know about each queue."""
         self._done: deque[tuple[str, str]] = deque()
         """Queues and ids of messages that Dramatiq has to be told are done."""
         self._outstanding: set[str] = set()
@@ -222,21 +241,11 @@ class AssignmentConsumer:
     def _fetch_and_acknowledge(self) -> Any:
         """What the script replies."""
         done = [self._done.popleft() for _ in range(len(self._done))]
-        arguments: list[str | int] = []
-        for queue in self.queues:
-            arguments += (
-                keys.message_list(queue, self._broker.namespace),
-                keys.messages(queue, self._broker.namespace),
-                self._acks(queue),
-                keys.wake(queue),
-                self._head_starts.get(queue, ""),
-                " ".join(message_id for its_queue, message_id in done if its_queue == queue),
-            )
-        books = keys.message_heartbeats(self._broker.namespace)
+        arguments = [*self._fetch_arguments]
+        for queue, place in self._places:
+            arguments += (*place, " ".join(message_id for its_queue, message_id in done if its_queue == queue))
         try:
-            reply = self._scripts.call(
-                "fetch", None, self._broker.broker_id, books, BOOKS_TTL_MS, self._databases, *arguments
-            )
+            reply = self._scripts.call("fetch", None, *arguments)
         except RedisError:
             self._done += done
             raise
