@@ -20,36 +20,36 @@ import falcon.asgi
 from falcon import HTTPError
 from falcon.asgi import Request, Response
 
-from app.admission import Admission
-from app.answering import Answering
-from app.answers import Closer, OpenAnswers
-from app.api_keys import OPEN_PATHS, ApiKeys, KeyFile
-from app.chat import ChatCompletions
-from app.completions import Completions
-from app.cors import ANY, Cors
-from app.dashboard import FILES, Page, Pictures, Timeline
-from app.disconnect import Asgi, DisconnectWatch, Receive, Scope, Send
+from app.answers.admission import Admission
+from app.answers.closing import Closer, OpenAnswers
+from app.answers.delivery import Answering
+from app.endpoints.chat import ChatCompletions
+from app.endpoints.completions import Completions
+from app.endpoints.intake import Intake
+from app.endpoints.known import KnownAnswers
+from app.endpoints.models import Models
+from app.endpoints.stored import StoredCompletions
+from app.endpoints.tokenize import Tokenize
 from app.errors import ApiError, internal_error
-from app.exchanges import Exchanges
-from app.generating import Intake
-from app.health import Live, Ready
-from app.metrics import Metrics
-from app.models import Models
-from app.openapi import OpenApi
-from app.overview import Picture
-from app.response_headers import ResponseHeaders
-from app.resume import KnownAnswers
-from app.stored import StoredCompletions
-from app.text_edge import TextEdge
-from app.tokenize import Tokenize
-from app.viewers import Viewers
-from bridge.reader import Reader
-from bridge.relay import KEEP_ALIVE_S
-from tasks.metrics_board import MetricsBoard, MetricsWriter
-from tasks.overview import LiveCell
-from tasks.record import RequestRecords
-from tasks.submit import Submitter
-from tasks.tracing import OFF, Tracer
+from app.http.api_keys import OPEN_PATHS, ApiKeys, KeyFile
+from app.http.connection import Asgi, DisconnectWatch, Receive, Scope, Send
+from app.http.cors import ANY, Cors
+from app.http.exchange import Exchanges
+from app.http.headers import ResponseHeaders
+from app.operator.dashboard import FILES, Page, Pictures, Timeline
+from app.operator.health import Live, Ready
+from app.operator.metrics import Metrics
+from app.operator.picture import Picture
+from app.operator.viewers import Viewers
+from app.reference.openapi import OpenApi
+from app.text.edge import TextEdge
+from bridge.streams.reader import Reader
+from bridge.streams.relay import KEEP_ALIVE_S
+from tasks.observe.board import MetricsBoard, MetricsWriter
+from tasks.observe.live import LiveCell
+from tasks.process.tracing import OFF, Tracer
+from tasks.protocol.record import RequestRecords
+from tasks.protocol.submit import Submitter
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from app.prompt import PromptError, PromptTooLong
-from bridge.subscription import StreamLost
-from tasks.contract import TerminalEvent
+from app.dialect.conversation import PromptError, PromptTooLong
+from bridge.streams.subscription import StreamLost
+from tasks.protocol.contract import TerminalEvent
 
 
 @dataclass(slots=True)

@@ -12,21 +12,21 @@ import socket
 import sys
 from uuid import uuid4
 
-from app.api_keys import KeyFile, KeyFileError
 from app.application import ApplicationSettings, create_app
-from app.protocol import Server, listen
-from app.text_edge import TextEdge, open_text_edge, scripted_text_edge
-from bridge.reader import MAX_BLOCK_S, Reader
-from decode.checkpoint import open_checkpoint
-from decode.registry import resolve, served_name
-from tasks.broker import build_broker
-from tasks.clients import connect
-from tasks.metrics_board import MetricsBoard
-from tasks.overview import LiveCell
-from tasks.record import RequestRecords
-from tasks.settings import WebSettings
-from tasks.submit import Submitter
-from tasks.tracing import open_tracer
+from app.http.api_keys import KeyFile, KeyFileError
+from app.server import Server, listen
+from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
+from bridge.streams.reader import MAX_BLOCK_S, Reader
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.checkpoint.names import resolve, served_name
+from tasks.observe.board import MetricsBoard
+from tasks.observe.live import LiveCell
+from tasks.process.clients import connect
+from tasks.process.settings import WebSettings
+from tasks.process.tracing import open_tracer
+from tasks.protocol.broker import build_broker
+from tasks.protocol.record import RequestRecords
+from tasks.protocol.submit import Submitter
 
 logger = logging.getLogger(__name__)
 

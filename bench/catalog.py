@@ -19,12 +19,12 @@ from pathlib import Path
 
 from redis import Redis
 
-from bridge.catalog import Catalog
+from bridge.catalog.catalog import Catalog
+from bridge.catalog.recorder import Recorder
 from bridge.duties import RECORD_EVERY_S
-from bridge.recorder import Recorder
-from tasks import keys
-from tasks.clients import connect
-from tokenferry.valkey import Valkey
+from tasks.process.clients import connect
+from tasks.protocol import keys
+from tokenferry.cell.valkey import Valkey
 
 KINDS = (
     ("submitted", '{"prompt_tokens":64}'),

@@ -15,11 +15,11 @@ import statistics
 import time
 from pathlib import Path
 
-from decode.checkpoint import open_checkpoint
-from decode.engine import Engine
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.engine.engine import Engine
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import Sequence
 from decode.factory import load_engine
-from decode.sampling import SamplingParams
-from decode.sequence import Sequence
 
 _SCHEMA = {
     "type": "array",

@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decode.checkpoint import Checkpoint, open_checkpoint
-from decode.engine import Engine
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.families import FAMILIES, TensorSpec, tensor_specs
+from decode.checkpoint.hf import hf_config
+from decode.engine.engine import Engine
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import Sequence as EngineSequence
 from decode.factory import BLOCK_SIZE, load_engine
-from decode.families import FAMILIES, TensorSpec, tensor_specs
-from decode.hf_checkpoint import hf_config
-from decode.sampling import SamplingParams
-from decode.sequence import Sequence as EngineSequence
 
 COUNTS = (1, 16, 64, 256)
 PROMPT_TOKENS = 64

@@ -27,13 +27,13 @@ from pathlib import Path
 
 from bench.overhead import body_of, cell
 from bench.plot import Panel, svg
-from decode.checkpoint import Checkpoint, open_checkpoint
-from decode.engine import Engine
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.names import DEFAULT_MODEL, resolve
+from decode.engine.engine import Engine
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import Sequence as EngineSequence
 from decode.factory import load_engine
-from decode.registry import DEFAULT_MODEL, resolve
-from decode.sampling import SamplingParams
-from decode.sequence import Sequence as EngineSequence
-from tasks.settings import cache_dir
+from tasks.process.settings import cache_dir
 from tokenferry.load import drive, encode_request
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from app.text_edge import ChatMessage, TextEdge, open_text_edge
-from decode.checkpoint import open_checkpoint
-from decode.engine import Engine, EngineConfig
-from decode.native_model import CACHE_BLOCK
-from decode.native_runner import MAX_DRAFT_ROWS, NATIVE_VARIANTS, NativeModelRunner
-from decode.sampling import SamplingParams
-from decode.sequence import Sequence
+from app.dialect.conversation import ChatMessage
+from app.text.edge import TextEdge, open_text_edge
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import Sequence
+from decode.native.model import CACHE_BLOCK
+from decode.native.runner import MAX_DRAFT_ROWS, NATIVE_VARIANTS, NativeModelRunner
 
 _TEXT = (
     "The ferry left the harbour at seven in the morning, and two hundred passengers watched the lights of the town "

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from decode.checkpoint import open_checkpoint
-from decode.native_model import CACHE_BLOCK, NativeDecoder, StepArrays
-from decode.native_runner import NATIVE_VARIANTS, NativeModelRunner
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.native.model import CACHE_BLOCK, NativeDecoder, StepArrays
+from decode.native.runner import NATIVE_VARIANTS, NativeModelRunner
 
 _DECODE = (
     (1, 128),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import cpu_s, descendants
-from tokenferry.cell import HOST, Cell
+from tokenferry.cell.group import HOST, Cell
 from tokenferry.load import Tally, Target, drive, encode_request, one_answer, percentile_ms
 
 MODEL = "scripted"

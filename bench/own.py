@@ -19,9 +19,9 @@ from typing import Any
 
 from bench import growth, overhead, peers, quality, relay
 from bench.machine import machine
-from decode.checkpoint import open_checkpoint
-from decode.registry import DEFAULT_MODEL, resolve
-from tasks.settings import cache_dir
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.checkpoint.names import DEFAULT_MODEL, resolve
+from tasks.process.settings import cache_dir
 
 REPORT = Path(__file__).parent / "OWN.md"
 

@@ -32,7 +32,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from bench.machine import descendants, has_bfloat16, machine
-from decode.registry import DEFAULT_MODEL, resolve
+from decode.checkpoint.names import DEFAULT_MODEL, resolve
 from tokenferry.load import Target, parse_arguments, run
 
 LOADS = (

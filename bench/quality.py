@@ -27,21 +27,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.text_edge import open_text_edge
+from app.text.edge import open_text_edge
 from bench.machine import machine
-from decode.batch import build_batch
-from decode.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.names import DEFAULT_MODEL, resolve, served_name
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import ScheduledSequence, StepPlan
+from decode.engine.sequence import Sequence as EngineSequence
 from decode.factory import choose_num_threads
-from decode.kv_cache import KvCache
-from decode.model import Decoder, model_windows
-from decode.model_runner import VARIANTS as TORCH_VARIANTS
-from decode.native_model import CACHE_BLOCK, StepArrays
-from decode.native_runner import NATIVE_VARIANTS, NativeModelRunner
-from decode.registry import DEFAULT_MODEL, resolve, served_name
-from decode.sampling import SamplingParams
-from decode.scheduler import ScheduledSequence, StepPlan
-from decode.sequence import Sequence as EngineSequence
-from tasks.settings import cache_dir
+from decode.native.model import CACHE_BLOCK, StepArrays
+from decode.native.runner import NATIVE_VARIANTS, NativeModelRunner
+from decode.oracle.batch import build_batch
+from decode.oracle.kv_cache import KvCache
+from decode.oracle.model import Decoder, model_windows
+from decode.oracle.runner import VARIANTS as TORCH_VARIANTS
+from tasks.process.settings import cache_dir
 
 ORACLE = "fp32"
 VARIANTS = (*TORCH_VARIANTS, *NATIVE_VARIANTS)

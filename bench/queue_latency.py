@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.clients import connect
-from tasks.contract import GenerationJob, WorkerInfo
-from tasks.record import RequestRecords
-from tasks.submit import Submitter
-from tokenferry.valkey import Valkey
+from decode.engine.sampling import SamplingParams
+from tasks.process.clients import connect
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import GenerationJob, WorkerInfo
+from tasks.protocol.record import RequestRecords
+from tasks.protocol.submit import Submitter
+from tokenferry.cell.valkey import Valkey
 
 MODEL = "scripted"
 PAUSE_S = 0.02

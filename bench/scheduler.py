@@ -10,11 +10,11 @@ import argparse
 import statistics
 import time
 
-from decode.engine import Engine, EngineConfig, ModelRunner
-from decode.sampling import Chosen, SamplingParams
-from decode.scheduler import StepPlan
+from decode.engine.engine import Engine, EngineConfig, ModelRunner
+from decode.engine.sampling import Chosen, SamplingParams
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 from decode.scripted import ScriptedRunner
-from decode.sequence import Sequence
 
 BLOCK_SIZE = 16
 

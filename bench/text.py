@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from app.answer_parts import AnswerPart, Content, TextMachine
-from app.answer_rules import rules_of
-from app.generation_in import check_vocabulary
-from app.openai_in import parse_chat
-from app.reasoning import ReasoningSplitter, ThinkThenAnswer
-from app.text_edge import ChatMessage, TextEdge, open_text_edge
-from app.tool_calls import ToolCallParser
-from app.tool_formats import HERMES
-from decode.checkpoint import open_checkpoint
+from app.answers.rules import rules_of
+from app.contract.chat import parse_chat
+from app.contract.generation import check_vocabulary
+from app.dialect.calls import ToolCallParser
+from app.dialect.conversation import ChatMessage
+from app.dialect.formats import HERMES
+from app.dialect.parts import AnswerPart, Content, TextMachine
+from app.dialect.reasoning import ReasoningSplitter, ThinkThenAnswer
+from app.text.edge import TextEdge, open_text_edge
+from decode.checkpoint.checkpoint import open_checkpoint
 
 _PROSE = (
     "The ferry left the harbour at 7:40, and 212 passengers watched the lights of the town (all of them!) go out.\n"

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from bridge.catalog import Catalog, CatalogError, CatalogTooNew
-from bridge.election import Election
-from bridge.metrics import BridgeMetrics
-from bridge.recorder import Recorder
-from bridge.watchdog import Watchdog
+from bridge.catalog.catalog import Catalog, CatalogError, CatalogTooNew
+from bridge.catalog.recorder import Recorder
+from bridge.watch.election import Election
+from bridge.watch.metrics import BridgeMetrics
+from bridge.watch.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

@@ -15,20 +15,20 @@ from uuid import uuid4
 
 from redis import Redis
 
-from bridge.catalog import Catalog
+from bridge.catalog.catalog import Catalog
+from bridge.catalog.recorder import MAX_MB, Recorder
 from bridge.duties import Loop, RecordDuty, WatchDuty
-from bridge.election import Election
-from bridge.metrics import BridgeMetrics
-from bridge.recorder import MAX_MB, Recorder
-from bridge.watchdog import Watchdog
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.clients import connect
-from tasks.metrics import RECORDER_LAG, Meter
-from tasks.metrics_board import MetricsBoard, MetricsWriter
-from tasks.record import RequestRecords
-from tasks.settings import BridgeSettings
-from tasks.submit import Submitter
+from bridge.watch.election import Election
+from bridge.watch.metrics import BridgeMetrics
+from bridge.watch.watchdog import Watchdog
+from tasks.observe.board import MetricsBoard, MetricsWriter
+from tasks.observe.metrics import RECORDER_LAG, Meter
+from tasks.process.clients import connect
+from tasks.process.settings import BridgeSettings
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.record import RequestRecords
+from tasks.protocol.submit import Submitter
 
 
 class Bridge:

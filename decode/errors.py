@@ -2,7 +2,7 @@
 
 Owns the names and the figures they carry. Refuses to know how a refusal is worded to a client: the caller reads the
 fields. A violated internal rule is an `IntegrityError` (a bug of ours), never one of the others.
-What is wrong with a checkpoint is a `decode.config.CheckpointError`.
+What is wrong with a checkpoint is a `decode.checkpoint.config.CheckpointError`.
 """
 
 from __future__ import annotations

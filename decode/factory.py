@@ -13,13 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
-from decode.checkpoint import Checkpoint
-from decode.engine import Engine, EngineConfig, ModelRunner
+from decode.checkpoint.checkpoint import Checkpoint
+from decode.checkpoint.vocabulary import checkpoint_vocabulary
+from decode.engine.engine import Engine, EngineConfig, ModelRunner
+from decode.engine.grammar import Grammars
 from decode.errors import DecodeError
-from decode.grammar import Grammars
-from decode.native_build import NativeUnavailable
-from decode.native_runner import MAX_DRAFT_ROWS, NATIVE_VARIANTS, NativeModelRunner, native_execution
-from decode.vocabulary import checkpoint_vocabulary
+from decode.native.build import NativeUnavailable
+from decode.native.runner import MAX_DRAFT_ROWS, NATIVE_VARIANTS, NativeModelRunner, native_execution
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _native(
 def _torch(
     checkpoint: Checkpoint, config: EngineConfig, device: str, num_threads: int, progress: Progress | None
 ) -> ModelRunner:
-    from decode.model_runner import TorchModelRunner
+    from decode.oracle.runner import TorchModelRunner
 
     return TorchModelRunner(
         checkpoint,
@@ -151,7 +151,7 @@ def _torch_execution(variant: str, device: str) -> str:
     """Layout, variant, library and kind of processor: torch takes other kernels on another one."""
     import torch
 
-    from decode.model_runner import LAYOUT
+    from decode.oracle.runner import LAYOUT
 
     if torch.device(device).type != "cuda":
         processor = torch.backends.cpu.get_cpu_capability()

@@ -37,12 +37,12 @@ from zlib import crc32
 
 import numpy as np
 
-from decode.engine import Engine, EngineConfig
-from decode.grammar import GrammarMatcher, Grammars, Mask
-from decode.sampling import MAX_LOGPROBS, Chosen, SamplingParams, TokenLogprobs
-from decode.scheduler import ScheduledSequence, StepPlan
-from decode.sequence import Sequence
-from decode.vocabulary import Vocabulary
+from decode.checkpoint.vocabulary import Vocabulary
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.grammar import GrammarMatcher, Grammars, Mask
+from decode.engine.sampling import MAX_LOGPROBS, Chosen, SamplingParams, TokenLogprobs
+from decode.engine.scheduler import ScheduledSequence, StepPlan
+from decode.engine.sequence import Sequence
 
 SCRIPTED_MODEL = "scripted"
 SCRIPTED_FINGERPRINT = "scripted-2"
@@ -103,7 +103,7 @@ def scripted_vocabulary() -> Vocabulary:
 
 
 class ScriptedRunner:
-    """A `decode.engine.ModelRunner` over a paged memory of `num_blocks` blocks. `sleep` takes seconds."""
+    """A `decode.engine.engine.ModelRunner` over a paged memory of `num_blocks` blocks. `sleep` takes seconds."""
 
     def __init__(
         self,

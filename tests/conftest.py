@@ -14,12 +14,12 @@ import fakeredis
 import pytest
 from redis import Redis
 
-from tasks.clients import Use, connect, connect_fake
-from tokenferry.valkey import Valkey
+from tasks.process.clients import Use, connect, connect_fake
+from tokenferry.cell.valkey import Valkey
 
 
 class RedisServer:
-    """Makes clients as composition roots do (`tasks.clients`), and closes them after the test."""
+    """Makes clients as composition roots do (`tasks.process.clients`), and closes them after the test."""
 
     def __init__(self, kind: str, make: Callable[[Use], Redis], url: str | None = None) -> None:
         self.kind = kind

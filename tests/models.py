@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from decode.registry import DEFAULT_MODEL, ModelMissing, Package, PublishedModel, resolve
-from tasks.settings import cache_dir
+from decode.checkpoint.names import DEFAULT_MODEL, ModelMissing, Package, PublishedModel, resolve
+from tasks.process.settings import cache_dir
 
 
 def smollm2_path() -> Path:

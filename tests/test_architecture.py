@@ -10,13 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("app", "bridge", "decode", "tasks", "tokenferry")
-COMPOSITION_ROOTS = {"app/main.py", "bridge/main.py", "tasks/worker.py"}
+COMPOSITION_ROOTS = {"app/main.py", "bridge/main.py", "tasks/worker/__main__.py"}
 APP_MAY_USE_OF_DECODE = {
     "decode.checkpoint",
-    "decode.config",
-    "decode.registry",
-    "decode.sampling",
-    "decode.vocabulary",
+    "decode.engine.sampling",
 }
 NAMES_WITHOUT_MEANING = {"utils.py", "helpers.py", "common.py", "misc.py", "base.py"}
 
@@ -60,13 +57,15 @@ def test_only_composition_roots_read_the_environment() -> None:
 
 def test_only_composition_roots_build_clients() -> None:
     builders = {
-        name for name, tree in modules("app", "bridge", "decode", "tasks") if "tasks.clients" in imported(tree)
+        name
+        for name, tree in modules("app", "bridge", "decode", "tasks")
+        if "tasks.process.clients" in imported(tree)
     }
     assert builders <= COMPOSITION_ROOTS
 
 
 def test_duckdb_is_imported_in_the_catalog_alone() -> None:
-    assert {name for name, tree in modules(*ROOMS) if "duckdb" in imported(tree)} == {"bridge/catalog.py"}
+    assert {name for name, tree in modules(*ROOMS) if "duckdb" in imported(tree)} == {"bridge/catalog/catalog.py"}
 
 
 def test_the_http_edge_takes_little_of_decode() -> None:

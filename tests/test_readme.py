@@ -23,20 +23,20 @@ from pathlib import Path
 
 import pytest
 
-from decode.registry import PUBLISHED
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.clients import connect
-from tasks.contract import WorkerLoad
-from tasks.metrics import METRICS
-from tasks.record import RequestRecords
-from tasks.settings import WebSettings
-from tasks.submit import Submitter
-from tasks.supervisor import EXIT_CANNOT_SERVE, KILL_AFTER_S
+from decode.checkpoint.names import PUBLISHED
+from tasks.observe.metrics import METRICS
+from tasks.process.clients import connect
+from tasks.process.settings import WebSettings
+from tasks.process.supervisor import EXIT_CANNOT_SERVE, KILL_AFTER_S
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import WorkerLoad
+from tasks.protocol.record import RequestRecords
+from tasks.protocol.submit import Submitter
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, info, job
+from tokenferry.cell.one_process import LocalServer, open_server
 from tokenferry.cli import build_parser
-from tokenferry.server import LocalServer, open_server
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = {
@@ -117,7 +117,7 @@ def anchors(text: str) -> set[str]:
 def settings_in_code() -> dict[str, str | None]:
     """Every variable that is read, and its default where that is a constant."""
     found: dict[str, str | None] = {}
-    for name in ("tasks/settings.py", "tasks/preflight.py"):
+    for name in ("tasks/process/settings.py", "tasks/process/preflight.py"):
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             if not isinstance(node, ast.Call) or len(node.args) < 2:
                 continue
@@ -235,7 +235,7 @@ def test_every_script_of_the_protocol_is_described() -> None:
     table = DOCUMENTS["docs/protocol.md"].partition("## The scripts")[2].partition("\n## ")[0]
     names = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     described = {name for cell in names for name in re.findall(r"`(\w+)`", cell)}
-    assert described == {path.stem for path in (ROOT / "tasks/scripts").glob("*.lua")}
+    assert described == {path.stem for path in (ROOT / "tasks/protocol/scripts").glob("*.lua")}
 
 
 @pytest.mark.parametrize("text", INLINE)

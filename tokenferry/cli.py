@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-from decode.config import CheckpointError
-from decode.registry import ModelError
-from tasks.moves import STATES
-from tasks.preflight import PreflightRefused
-from tasks.settings import SettingsError, cache_dir, data_dir, redis_url
+from decode.checkpoint.config import CheckpointError
+from decode.checkpoint.names import ModelError
+from tasks.process.preflight import PreflightRefused
+from tasks.process.settings import SettingsError, cache_dir, data_dir, redis_url
+from tasks.protocol.moves import STATES
 from tokenferry.errors import ForPeople
 
 if TYPE_CHECKING:
     from redis import Redis
 
-    from tokenferry.history import History
+    from tokenferry.commands.history import History
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -216,28 +216,28 @@ def _add_thresholds(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from tokenferry.serve import serve, serve_one_process
+    from tokenferry.commands.serve import serve, serve_one_process
 
     environ = environ_from(options, SETTING_FLAGS, PREFLIGHT_FLAGS)
     return serve_one_process(environ) if options.one_process else serve(environ)
 
 
 def _pull(options: argparse.Namespace) -> int:
-    from tokenferry.models import pull
+    from tokenferry.commands.models import pull
 
     return pull(options.model, cache_dir(os.environ), accept_terms=options.accept_terms, check_only=options.check)
 
 
 def _models(options: argparse.Namespace) -> int:
-    from tokenferry.models import models
+    from tokenferry.commands.models import models
 
     return models(cache_dir(os.environ), as_json=options.json)
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from tasks.settings import WebSettings
-    from tokenferry.chat import run
-    from tokenferry.serve import origin
+    from tasks.process.settings import WebSettings
+    from tokenferry.cell.plan import origin
+    from tokenferry.commands.chat import run
 
     web = WebSettings.from_env(os.environ)
     base_url = options.base_url or f"{origin(web.host, web.port)}/v1"
@@ -245,7 +245,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _requests(options: argparse.Namespace) -> int:
-    from tokenferry.history import Wanted, duration_ms, show_requests
+    from tokenferry.commands.history import Wanted, duration_ms, show_requests
 
     wanted = Wanted(
         model=options.model,
@@ -258,40 +258,40 @@ def _requests(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> int:
-    from tokenferry.timeline import Lives, show_request
+    from tokenferry.commands.timeline import Lives, show_request
 
     return show_request(Lives(_catalog_folder(), _redis()), options.id, as_json=options.json)
 
 
 def _sql(options: argparse.Namespace) -> int:
-    from tokenferry.history import show_sql
+    from tokenferry.commands.history import show_sql
 
     return show_sql(_history(), options.sql, as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> int:
-    from tokenferry.history import show_export
+    from tokenferry.commands.history import show_export
 
     return show_export(_history(), Path(options.folder), as_json=options.json)
 
 
 def _top(options: argparse.Namespace) -> int:
-    from tasks.overview import LiveCell
-    from tokenferry.top import show_top
+    from tasks.observe.live import LiveCell
+    from tokenferry.commands.top import show_top
 
     return show_top(LiveCell(_redis()).look, once=options.once, as_json=options.json)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from tokenferry.doctor import examine, show_doctor
+    from tokenferry.commands.doctor import examine, show_doctor
 
     return show_doctor(examine(os.environ, _redis()), as_json=options.json)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from tasks.settings import WebSettings
-    from tokenferry.bench import bench
-    from tokenferry.serve import origin
+    from tasks.process.settings import WebSettings
+    from tokenferry.cell.plan import origin
+    from tokenferry.commands.bench import bench
 
     web = WebSettings.from_env(os.environ)
     return bench(options, (options.base_url or f"{origin(web.host, web.port)}/v1").rstrip("/"))
@@ -305,7 +305,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def _history() -> History:
-    from tokenferry.history import History
+    from tokenferry.commands.history import History
 
     return History(_catalog_folder())
 
@@ -315,25 +315,25 @@ def _catalog_folder() -> Path:
 
 
 def _redis() -> Redis:
-    from tasks.clients import connect
+    from tasks.process.clients import connect
 
     return connect(redis_url(os.environ), use="short")
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    from tokenferry.machine import preflight
+    from tokenferry.cell.plan import preflight
 
     return preflight(environ_from(options, SETTING_FLAGS, PREFLIGHT_FLAGS), as_json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from tokenferry.demo import run
+    from tokenferry.commands.demo import run
 
     return run()
 
 
 def _process(options: argparse.Namespace) -> int:
-    from tokenferry import processes
+    from tokenferry.cell import processes
 
     entry: Callable[[], int] = getattr(processes, options.process)
     return entry()

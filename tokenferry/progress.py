@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TaskID
 
-from tasks.weights_bar import bar_columns
+from tasks.process.weights_bar import bar_columns
 
 QUARTER = 25
 """Percent between two lines where there is no terminal."""

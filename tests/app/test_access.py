@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from falcon.asgi import Request
 
-from app.api_keys import KeyFile, KeyFileError, key_name
+from app.http.api_keys import KeyFile, KeyFileError, key_name
 from tests.app.web import Exchange, Web, run
 
 PAGE = "http://localhost:3000"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from app.answer_spec import AnswerSpec, SpecError, decode_spec
+from app.render.spec import AnswerSpec, SpecError, decode_spec
 
 SPEC = AnswerSpec(
     request_id="chatcmpl-1",

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.completions_in import COMPLETION_FIELDS
-from app.fields import Field
-from app.json_kinds import Anything, Fields, Text
-from app.openai_in import CHAT_FIELDS
-from app.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from app.contract.chat import CHAT_FIELDS
+from app.contract.completion import COMPLETION_FIELDS
+from app.contract.fields import Field
+from app.contract.kinds import Anything, Fields, Text
+from app.endpoints.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from tests.app.web import HELLO, MODEL, Exchange, Web, run
 
 ENDPOINTS: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {

@@ -14,15 +14,15 @@ from openai import APITimeoutError, AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from app.application import ApplicationSettings, create_app
-from app.protocol import KEEP_ALIVE_S as IDLE_S
-from app.protocol import listen
-from app.text_edge import scripted_text_edge
-from bridge.reader import Reader
-from bridge.relay import KEEP_ALIVE_S
-from tasks.broker import build_broker
-from tasks.overview import LiveCell
-from tasks.record import RequestRecords
-from tasks.submit import Submitter
+from app.server import KEEP_ALIVE_S as IDLE_S
+from app.server import listen
+from app.text.edge import scripted_text_edge
+from bridge.streams.reader import Reader
+from bridge.streams.relay import KEEP_ALIVE_S
+from tasks.observe.live import LiveCell
+from tasks.protocol.broker import build_broker
+from tasks.protocol.record import RequestRecords
+from tasks.protocol.submit import Submitter
 from tests.app.test_serve import (
     address,
     end_of,
@@ -35,7 +35,7 @@ from tests.app.test_serve import (
 )
 from tests.app.web import HELLO, MODEL, Worker, worker_info
 from tests.conftest import RedisServer
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
 
 MESSAGES: Any = HELLO
 SHORT_S = 0.05

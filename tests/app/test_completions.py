@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 import pytest
 
-from app.answer_spec import decode_spec
-from app.text_edge import scripted_text_edge
-from decode.sampling import TokenLogprobs
-from tasks.contract import pack_logprobs
-from tasks.record import Append, Terminal
+from app.render.spec import decode_spec
+from app.text.edge import scripted_text_edge
+from decode.engine.sampling import TokenLogprobs
+from tasks.protocol.contract import pack_logprobs
+from tasks.protocol.record import Append, Terminal
 from tests.app.web import EOS, FINGERPRINT, MODEL, START_S, Exchange, Inline, Web, Worker, run
 
 NO_TOKEN = scripted_text_edge().vocab_size

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from openai.types import completion_create_params
 
-from app.completions_in import COMPLETION_FIELDS, CompletionCall, parse_completion
+from app.contract.completion import COMPLETION_FIELDS, CompletionCall, parse_completion
 from app.errors import ApiError
 
 

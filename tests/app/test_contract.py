@@ -16,9 +16,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
-from app.openapi import document
+from app.reference.openapi import document
 from tests.app.web import MODEL
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,

@@ -11,9 +11,9 @@ import orjson
 import pytest
 from redis.exceptions import TimeoutError
 
-from app.api_keys import KeyFile
-from app.dashboard import FILES
-from app.viewers import MAX_VIEWERS
+from app.http.api_keys import KeyFile
+from app.operator.dashboard import FILES
+from app.operator.viewers import MAX_VIEWERS
 from tests.app.web import MODEL, Exchange, Web, run
 
 KEY = "Bearer sk-alice"
@@ -40,7 +40,7 @@ def test_every_file_of_the_page_is_served_with_its_type_and_fences() -> None:
         for path, (name, media_type) in FILES.items():
             exchange = await web.get(path)
             assert (exchange.status, exchange.headers["content-type"]) == (200, media_type)
-            assert exchange.body == (files("app") / "page" / name).read_bytes()
+            assert exchange.body == (files("app.operator") / "page" / name).read_bytes()
             assert "default-src 'none'" in exchange.headers["content-security-policy"]
             assert exchange.headers["x-content-type-options"] == "nosniff"
 
@@ -59,7 +59,7 @@ def test_a_page_that_is_known_already_is_not_sent_again() -> None:
 
 
 def test_the_page_is_made_of_its_own_files_alone() -> None:
-    folder = files("app") / "page"
+    folder = files("app.operator") / "page"
     named = {name for name, _ in FILES.values()}
     assert {file.name for file in folder.iterdir()} == named
     for name in named:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.overview import MAX_FAILURES, WINDOW_S, Picture, Seconds
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.contract import GenerationJob, WorkerLoad
-from tasks.crashes import report_crash
-from tasks.overview import FACTS_AT_ONCE, LiveCell
-from tasks.record import Append, RequestRecords, Terminal
+from app.operator.picture import MAX_FAILURES, WINDOW_S, Picture, Seconds
+from decode.engine.sampling import SamplingParams
+from tasks.observe.live import FACTS_AT_ONCE, LiveCell
+from tasks.process.crashes import report_crash
+from tasks.protocol import keys
+from tasks.protocol.contract import GenerationJob, WorkerLoad
+from tasks.protocol.record import Append, RequestRecords, Terminal
 from tests.app.web import FINGERPRINT, MODEL, worker_info
 from tests.conftest import RedisServer
 

@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from app.errors import ApiError
-from app.viewers import MAX_VIEWERS, Viewer, Viewers
+from app.operator.viewers import MAX_VIEWERS, Viewer, Viewers
 from tests.app.web import Inline
 
 

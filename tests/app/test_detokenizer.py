@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.detokenizer import Detokenizer, TokenTexts
+from app.text.detokenizer import Detokenizer, TokenTexts
 from tests.app.test_stop_strings import cut
 
 _BYTES = st.one_of(

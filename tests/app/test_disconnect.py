@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.disconnect import DisconnectWatch, Receive, Scope, Send
+from app.http.connection import DisconnectWatch, Receive, Scope, Send
 from tests.app.web import BODY, Exchange, Web, end_of, run
 
 

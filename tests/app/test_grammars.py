@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from app.answer_parts import ToolArguments, ToolStart
+from app.dialect.calls import ToolCallParser
+from app.dialect.formats import FORMATS, GEMMA, HERMES, LLAMA3, ToolFormat
+from app.dialect.parts import ToolArguments, ToolStart
+from app.dialect.reasoning import ReasoningFormat
 from app.errors import ApiError
-from app.grammars import (
+from app.grammar.grammars import (
     MAX_CALLS,
     calls_grammar,
     calls_or_json_grammar,
@@ -24,10 +27,7 @@ from app.grammars import (
     free_grammar,
     json_grammar,
 )
-from app.json_schema import MAX_DEPTH, any_object, read_object_schema, read_schema
-from app.reasoning import ReasoningFormat
-from app.tool_calls import ToolCallParser
-from app.tool_formats import FORMATS, GEMMA, HERMES, LLAMA3, ToolFormat
+from app.grammar.schema import MAX_DEPTH, any_object, read_object_schema, read_schema
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}}, "required": ["a"]}

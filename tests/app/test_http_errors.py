@@ -11,10 +11,10 @@ import orjson
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from app.admission import FULL_TTL_S
+from app.answers.admission import FULL_TTL_S
 from app.errors import model_not_found
-from tasks import keys
-from tasks.contract import GenerationJob
+from tasks.protocol import keys
+from tasks.protocol.contract import GenerationJob
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Web, end_of, run
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from app.templates import ChatFormat
-from app.text_edge import TextEdge
+from app.text.edge import TextEdge
+from app.text.templates import ChatFormat
 from tests.app import web as by_hand
 from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web, end_of
 

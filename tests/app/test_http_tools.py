@@ -15,12 +15,12 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessage
 from pydantic import BaseModel
 
-from app.request_body import parsed
-from app.templates import ChatFormat
-from app.text_edge import TextEdge
-from app.tool_formats import HERMES, LLAMA3
+from app.dialect.formats import HERMES, LLAMA3
+from app.http.body import parsed
+from app.text.edge import TextEdge
+from app.text.templates import ChatFormat
 from tests.app.web import EOS, MODEL, Exchange, Web, run
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.exceptions import TimeoutError
 
-from app.api_keys import KeyFile
+from app.http.api_keys import KeyFile
 from tests.app.web import BODY, ID, MODEL, Web, end_of, run
 
 KEY = {"idempotency_key": "k1"}

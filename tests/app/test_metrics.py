@@ -9,11 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from app.answers import Closer
-from app.api_keys import KeyFile
-from app.metrics_page import with_table
-from tasks.metrics import ENDED, METRICS, REREADS, Meter
-from tasks.metrics_board import MetricsBoard
+from app.answers.closing import Closer
+from app.http.api_keys import KeyFile
+from app.reference.metrics import with_table
+from tasks.observe.board import MetricsBoard
+from tasks.observe.metrics import ENDED, METRICS, REREADS, Meter
 from tests.app.web import MODEL, NUM_PROMPT_TOKENS, Exchange, Inline, Web, run
 
 
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_early_is_told_from_one_that_has_all(caplog: pytest
 
 def test_the_page_has_the_table_of_now() -> None:
     page = (Path(__file__).parent.parent.parent / "docs/metrics.md").read_text()
-    assert page == with_table(page), "python -m app.metrics_page docs/metrics.md"
+    assert page == with_table(page), "python -m app.reference.metrics docs/metrics.md"
     assert page.count("| histogram |") > 5
     with pytest.raises(ValueError, match="the page needs the lines"):
         with_table("")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.contract.chat import CHAT_FIELDS, ChatCall, parse_chat
+from app.dialect.conversation import ChatMessage
 from app.errors import ApiError
-from app.openai_in import CHAT_FIELDS, ChatCall, parse_chat
-from app.text_edge import ChatMessage
 
 HELLO = [{"role": "user", "content": "hi"}]
 

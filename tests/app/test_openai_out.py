@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.answer_spec import AnswerSpec
 from app.errors import ApiError, ended_early, failed_here
-from app.openai_out import usage
-from bridge.subscription import StreamLost
-from tasks.contract import TerminalEvent
+from app.render.chunks import usage
+from app.render.spec import AnswerSpec
+from bridge.streams.subscription import StreamLost
+from tasks.protocol.contract import TerminalEvent
 
 
 def test_cached_tokens_are_never_more_than_the_prompt() -> None:

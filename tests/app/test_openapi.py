@@ -10,14 +10,14 @@ import orjson
 import pytest
 from openai.types.chat import chat_completion_stream_options_param, completion_create_params
 
-from app.compatibility import page, values
-from app.completions_in import COMPLETION_FIELDS
+from app.contract.chat import CHAT_FIELDS
+from app.contract.completion import COMPLETION_FIELDS
+from app.contract.fields import Field
+from app.endpoints.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from app.errors import ApiError
-from app.fields import Field
-from app.openai_in import CHAT_FIELDS
-from app.openapi import OPERATIONS, body_schema, document
-from app.response_schemas import SCHEMAS
-from app.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
+from app.reference.compatibility import page, values
+from app.reference.openapi import OPERATIONS, body_schema, document
+from app.reference.shapes import SCHEMAS
 from tests.app.web import HELLO, MODEL, Web, run
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_the_schema_of_a_message_takes_exactly_what_its_check_takes(message: Any
 
 def test_the_page_in_docs_is_the_contract() -> None:
     assert (ROOT / "docs/compatibility.md").read_text() == page(), (
-        "python -m app.compatibility > docs/compatibility.md"
+        "python -m app.reference.compatibility > docs/compatibility.md"
     )
 
 

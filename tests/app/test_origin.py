@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.api_keys import KeyFile
-from tasks import keys
+from app.http.api_keys import KeyFile
+from tasks.protocol import keys
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Web, run
 
 

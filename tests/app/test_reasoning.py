@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.answer_parts import AnswerPart, Content, Reasoning, ToolArguments, ToolStart
-from app.reasoning import ReasoningFormat, ReasoningSplitter, ThinkThenAnswer, reasoning_format_of
-from app.tool_calls import ToolCallParser
-from app.tool_formats import HERMES
+from app.dialect.calls import ToolCallParser
+from app.dialect.formats import HERMES
+from app.dialect.parts import AnswerPart, Content, Reasoning, ToolArguments, ToolStart
+from app.dialect.reasoning import ReasoningFormat, ReasoningSplitter, ThinkThenAnswer, reasoning_format_of
 
 FORMATS: list[ReasoningFormat] = ["think", "think-open"]
 

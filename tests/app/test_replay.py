@@ -10,13 +10,13 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.answer_spec import AnswerSpec
-from app.answer_text import ChoiceText, text_machine
-from app.detokenizer import Detokenizer, TokenTexts
-from app.logprobs_out import TokenNames
-from app.openai_out import ChatShape, ChunkStream, WholeChoice, completion
-from decode.sampling import TokenLogprobs
-from tasks.contract import TerminalEvent, TokenEvent
+from app.render.choice import ChoiceText, text_machine
+from app.render.chunks import ChatShape, ChunkStream, WholeChoice, completion
+from app.render.logprobs import TokenNames
+from app.render.spec import AnswerSpec
+from app.text.detokenizer import Detokenizer, TokenTexts
+from decode.engine.sampling import TokenLogprobs
+from tasks.protocol.contract import TerminalEvent, TokenEvent
 
 EOS = 0
 TEXTS = TokenTexts(lambda token_id: b"" if token_id == EOS else bytes([token_id]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.disconnect import ARRIVED_S
+from app.http.connection import ARRIVED_S
 from tests.app.web import BODY, EOS, Exchange, Web, run
 
 

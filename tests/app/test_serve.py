@@ -24,18 +24,18 @@ import pytest
 from openai import OpenAI
 
 from app.application import Application, ApplicationSettings, create_app
-from app.protocol import SEND_BUFFER_BYTES, BodyOutlet, Server, listen
-from app.text_edge import scripted_text_edge
-from bridge.reader import Reader
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.contract import TerminalEvent, decode_entry
-from tasks.overview import LiveCell
-from tasks.record import Append, Appended, RequestRecords
-from tasks.submit import Submitter
+from app.server import SEND_BUFFER_BYTES, BodyOutlet, Server, listen
+from app.text.edge import scripted_text_edge
+from bridge.streams.reader import Reader
+from tasks.observe.live import LiveCell
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import TerminalEvent, decode_entry
+from tasks.protocol.record import Append, Appended, RequestRecords
+from tasks.protocol.submit import Submitter
 from tests.app.web import HELLO, MODEL, Worker, worker_info
 from tests.conftest import RedisServer
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,8 @@ class WebProcess:
 @pytest.fixture
 def web(real_server: RedisServer) -> Iterator[WebProcess]:
     """The web process over a real server, with a worker that does what the test does."""
-    code = "import os, logging; logging.basicConfig(level=logging.INFO); from tasks.settings import WebSettings; "
+    code = "import os, logging; logging.basicConfig(level=logging.INFO); "
+    code += "from tasks.process.settings import WebSettings; "
     code += "from app.main import run; run(WebSettings.from_env(os.environ))"
     environ = {**os.environ, "MODEL": MODEL, "PORT": "0", "HOST": "127.0.0.1", "REDIS_URL": str(real_server.url)}
     records = RequestRecords(real_server.connect())

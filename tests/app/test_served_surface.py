@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from tests.app.web import MODEL
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
 
 KEY = "sk-ferry"
 

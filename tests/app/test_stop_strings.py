@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.stop_strings import StopStrings
+from app.text.stop_strings import StopStrings
 
 _TEXT = st.text(alphabet="ab\n😀", max_size=30)
 _STOPS = st.lists(st.text(alphabet="ab\n😀", min_size=1, max_size=5), min_size=1, max_size=4)

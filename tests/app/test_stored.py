@@ -11,11 +11,11 @@ import orjson
 import pytest
 from openai import OpenAI
 
-from app.api_keys import KeyFile
-from app.text_edge import scripted_text_edge
-from tasks import keys
+from app.http.api_keys import KeyFile
+from app.text.edge import scripted_text_edge
+from tasks.protocol import keys
 from tests.app.web import HELLO, MODEL, Exchange, Web, run
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
 
 LIST = "/v1/chat/completions"
 ID = "chatcmpl-1"
@@ -112,7 +112,7 @@ def test_pages_have_the_limit_the_order_and_the_place_that_were_asked_for() -> N
 
 
 def test_the_list_can_be_searched_by_model_and_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.stored.CHUNK", 2)
+    monkeypatch.setattr("app.endpoints.stored.CHUNK", 2)
 
     async def test(web: Web) -> None:
         names = [await stored(web, metadata={"k": str(number % 2), "j j": "=&"}) for number in range(6)]

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from app.openai_in import CHAT_FIELDS
-from app.text_edge import TextEdge, open_text_edge, scripted_text_edge
+from app.contract.chat import CHAT_FIELDS
+from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
 from tests.app.text_checkpoints import CHATML, GEMMA, checkpoint_of, smollm2, trained
 from tests.app.web import HELLO, MODEL, Exchange, Web, run
 

@@ -10,12 +10,12 @@ import jinja2
 import pytest
 import tokenizers
 
-from app.gguf_tokenizer import load_gguf_tokenizer
-from app.hf_tokenizer import load_hf_tokenizer
-from app.jinja_template import JinjaTemplate, TemplateRefusal
-from app.prompt import ChatMessage, Piece, PromptError
-from app.templates import ChatMl, ChatTemplate, Gemma, OwnTemplate, choose_template, folded
-from app.tokenizer import TokenizerError
+from app.dialect.conversation import ChatMessage, Piece, PromptError
+from app.text.gguf import load_gguf_tokenizer
+from app.text.hf import load_hf_tokenizer
+from app.text.jinja import JinjaTemplate, TemplateRefusal
+from app.text.templates import ChatMl, ChatTemplate, Gemma, OwnTemplate, choose_template, folded
+from app.text.tokenizer import TokenizerError
 from tests.app.corpus import CHATS, FORGERIES, TEXTS
 from tests.app.text_checkpoints import CHATML, GEMMA, LLAMA3, golden, llama3_directory, smollm2, trained
 

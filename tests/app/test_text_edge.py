@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.prompt import PromptTooLong
-from app.text_edge import (
-    SCRIPTED_EOS_TOKEN_ID,
-    ChatMessage,
-    PromptError,
-    TextEdge,
-    open_text_edge,
-    scripted_text_edge,
-)
+from app.dialect.conversation import ChatMessage, PromptError, PromptTooLong
+from app.text.edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, open_text_edge, scripted_text_edge
 from decode import scripted
 from tests.app.corpus import CHATS
 from tests.app.text_checkpoints import (

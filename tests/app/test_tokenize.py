@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from app.text_edge import open_text_edge, scripted_text_edge
+from app.text.edge import open_text_edge, scripted_text_edge
 from tests.app.text_checkpoints import CHATML, checkpoint_of, smollm2
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Exchange, Web, run
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from app.gguf_tokenizer import load_gguf_tokenizer
-from app.tokenizer import TokenizerError
-from decode.checkpoint import open_checkpoint
+from app.text.gguf import load_gguf_tokenizer
+from app.text.tokenizer import TokenizerError
+from decode.checkpoint.checkpoint import open_checkpoint
 from tests.app.corpus import FORGERIES, TEXTS
 from tests.app.text_checkpoints import golden, pulled_model, smollm2, trained
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from app.hf_tokenizer import load_hf_tokenizer
-from app.prompt import Piece
-from app.tokenizer import (
+from app.dialect.conversation import Piece
+from app.text.hf import load_hf_tokenizer
+from app.text.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
     is_plain_text_token,
 )
-from decode.checkpoint import HfTokenizerFiles
-from decode.vocabulary import byte_level_bytes, sentencepiece_bytes
+from decode.checkpoint.checkpoint import HfTokenizerFiles
+from decode.checkpoint.vocabulary import byte_level_bytes, sentencepiece_bytes
 from tests.app.corpus import FORGERIES, TEXTS
 from tests.app.text_checkpoints import llama3_directory, metaspace_directory
 

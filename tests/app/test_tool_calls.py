@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.answer_parts import AnswerPart, Content, ToolArguments, ToolStart
-from app.tool_calls import ToolCallParser, call_id_of
-from app.tool_formats import FORMATS, GEMMA, HERMES, LLAMA3, ToolFormat
+from app.dialect.calls import ToolCallParser, call_id_of
+from app.dialect.formats import FORMATS, GEMMA, HERMES, LLAMA3, ToolFormat
+from app.dialect.parts import AnswerPart, Content, ToolArguments, ToolStart
 
 NAMES = ("get_weather", "add", "now")
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'

@@ -9,13 +9,13 @@ from typing import Any
 import jinja2
 import pytest
 
-from app.gguf_tokenizer import load_gguf_tokenizer
-from app.hf_tokenizer import load_hf_tokenizer
-from app.prompt import ChatMessage, Piece, Tool, ToolCall
-from app.templates import ChatFormat, choose_format
-from app.text_edge import open_text_edge, scripted_text_edge
-from app.tokenizer import Tokenizer
-from app.tool_formats import GEMMA, HERMES, LLAMA3
+from app.dialect.conversation import ChatMessage, Piece, Tool, ToolCall
+from app.dialect.formats import GEMMA, HERMES, LLAMA3
+from app.text.edge import open_text_edge, scripted_text_edge
+from app.text.gguf import load_gguf_tokenizer
+from app.text.hf import load_hf_tokenizer
+from app.text.templates import ChatFormat, choose_format
+from app.text.tokenizer import Tokenizer
 from tests.app.corpus import FORGERIES, TEXTS
 from tests.app.text_checkpoints import CHATML, checkpoint_of, golden, llama3_directory, smollm2
 from tests.app.text_checkpoints import GEMMA as GEMMA_SOURCE

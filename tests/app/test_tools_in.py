@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.answer_rules import AnswerRules, rules_of
+from app.answers.rules import AnswerRules, rules_of
+from app.contract.chat import ChatCall, parse_chat
+from app.contract.tools import AUTO, MAX_TOOLS, ToolChoice
+from app.dialect.conversation import ChatMessage, ToolCall
+from app.dialect.formats import LLAMA3
 from app.errors import ApiError
-from app.json_schema import any_object
-from app.openai_in import ChatCall, parse_chat
-from app.prompt import ChatMessage, ToolCall
-from app.templates import ChatFormat
-from app.tool_formats import LLAMA3
-from app.tools_in import AUTO, MAX_TOOLS, ToolChoice
+from app.grammar.schema import any_object
+from app.text.templates import ChatFormat
 
 HELLO = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tests.app.web import HELLO, MODEL, Web, run
 from tests.tasks.test_tracing import PARENT, Recorded
-from tokenferry.server import open_server
+from tokenferry.cell.one_process import open_server
 
 
 def test_a_request_is_a_span_until_its_last_byte_and_its_job_belongs_to_it() -> None:

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import sentencepiece
 
-from decode.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles, ModelConfig
-from decode.registry import ModelError, resolve
-from tasks.settings import cache_dir
+from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles, ModelConfig
+from decode.checkpoint.names import ModelError, resolve
+from tasks.process.settings import cache_dir
 from tests.app.corpus import TEXTS
 
 CHATML = (

@@ -14,19 +14,19 @@ from typing import Any
 import fakeredis
 import orjson
 
-from app.api_keys import KeyFile
 from app.application import Application, ApplicationSettings, create_app
-from app.text_edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, scripted_text_edge
-from bridge.reader import Reader
-from decode.sampling import TokenLogprobs
-from tasks.broker import build_broker
-from tasks.clients import connect_fake
-from tasks.contract import GenerationJob, WorkerInfo, WorkerLoad, pack_logprobs
-from tasks.metrics_board import MetricsBoard
-from tasks.overview import LiveCell
-from tasks.record import Append, Claimed, RequestRecords, Terminal
-from tasks.submit import Submitter
-from tasks.tracing import OFF, Tracer
+from app.http.api_keys import KeyFile
+from app.text.edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, scripted_text_edge
+from bridge.streams.reader import Reader
+from decode.engine.sampling import TokenLogprobs
+from tasks.observe.board import MetricsBoard
+from tasks.observe.live import LiveCell
+from tasks.process.clients import connect_fake
+from tasks.process.tracing import OFF, Tracer
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import GenerationJob, WorkerInfo, WorkerLoad, pack_logprobs
+from tasks.protocol.record import Append, Claimed, RequestRecords, Terminal
+from tasks.protocol.submit import Submitter
 
 MODEL = "scripted"
 FINGERPRINT = "fp-1"
@@ -103,7 +103,7 @@ class Worker:
 class Exchange:
     """One HTTP request through the ASGI interface, with a client that can leave, and can stop reading.
 
-    It is also the outlet of its own response (`bridge.relay.Outlet`), in the tests that have one.
+    It is also the outlet of its own response (`bridge.streams.relay.Outlet`), in the tests that have one.
     """
 
     def __init__(self, web: Web, method: str, path: str, headers: Mapping[str, str], parts: list[bytes]) -> None:

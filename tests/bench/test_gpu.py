@@ -25,7 +25,7 @@ from bench.gpu import (
     timed,
     write_checkpoint,
 )
-from decode.checkpoint import open_checkpoint
+from decode.checkpoint.checkpoint import open_checkpoint
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from redis import Redis
 
-from bridge.watchdog import Watchdog
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.contract import GenerationJob, TerminalEvent, WorkerInfo, WorkerLoad, decode_entry
-from tasks.record import Append, RequestRecords, Terminal
-from tasks.submit import Submitter
+from bridge.watch.watchdog import Watchdog
+from decode.engine.sampling import SamplingParams
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import GenerationJob, TerminalEvent, WorkerInfo, WorkerLoad, decode_entry
+from tasks.protocol.record import Append, RequestRecords, Terminal
+from tasks.protocol.submit import Submitter
 
 MODEL = "m"
 FINGERPRINT = "fp1"

@@ -9,11 +9,11 @@ from typing import Any
 
 from redis import Redis
 
-from bridge.reader import Reader
-from bridge.subscription import Subscription
-from bridge.xread import Entries
-from tasks import keys
-from tasks.contract import (
+from bridge.streams.reader import Reader
+from bridge.streams.subscription import Subscription
+from bridge.streams.xread import Entries
+from tasks.protocol import keys
+from tasks.protocol.contract import (
     EndState,
     StreamEvent,
     TerminalEvent,

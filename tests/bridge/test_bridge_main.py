@@ -18,7 +18,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
-from bridge.catalog import Catalog, CatalogBusy, CatalogError, CatalogTooNew, open_snapshot
+from bridge.catalog.catalog import Catalog, CatalogBusy, CatalogError, CatalogTooNew, open_snapshot
+from bridge.catalog.recorder import Recorder
 from bridge.duties import (
     AGAIN_S,
     HELD_UP_MS,
@@ -31,14 +32,13 @@ from bridge.duties import (
     RecordDuty,
     WatchDuty,
 )
-from bridge.election import LEASE_MS, RENEW_MS, Election
 from bridge.main import start_bridge
-from bridge.recorder import Recorder
-from bridge.watchdog import SLOW_MS, Watchdog
-from tasks import keys
-from tasks.clients import connect
+from bridge.watch.election import LEASE_MS, RENEW_MS, Election
+from bridge.watch.watchdog import SLOW_MS, Watchdog
+from tasks.process.clients import connect
+from tasks.protocol import keys
 from tests.bridge.cell import MODEL, Cell
-from tokenferry.valkey import Valkey
+from tokenferry.cell.valkey import Valkey
 
 
 class Clock:
@@ -408,7 +408,7 @@ def test_a_bridge_in_this_process_records_and_reoffers_over_injected_clients(cel
 RUN = """
 import dataclasses, os, sys, logging
 from bridge.main import run
-from tasks.settings import BridgeSettings
+from tasks.process.settings import BridgeSettings
 
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 run(BridgeSettings.from_env(os.environ))

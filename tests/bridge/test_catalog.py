@@ -8,8 +8,8 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from bridge import tables
-from bridge.catalog import (
+from bridge.catalog import tables
+from bridge.catalog.catalog import (
     Catalog,
     CatalogError,
     CatalogTooNew,
@@ -18,8 +18,8 @@ from bridge.catalog import (
     export_snapshot,
     open_snapshot,
 )
-from bridge.facts import Rows
-from bridge.tables import FIRST_KEPT, TABLES
+from bridge.catalog.facts import Rows
+from bridge.catalog.tables import FIRST_KEPT, TABLES
 
 
 def request(request_id: str, **columns: str | int) -> Rows:
@@ -103,7 +103,7 @@ def test_while_it_is_open_another_process_is_told_that_it_is_busy(tmp_path: Path
     catalog = Catalog(tmp_path)
     code = f"""
 from pathlib import Path
-from bridge.catalog import Catalog, CatalogBusy
+from bridge.catalog.catalog import Catalog, CatalogBusy
 try:
     Catalog(Path({str(tmp_path)!r}))
 except CatalogBusy as error:
@@ -116,7 +116,7 @@ except CatalogBusy as error:
 
 
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.catalog.SCHEMA_VERSION", tables.SCHEMA_VERSION + 1)
+    monkeypatch.setattr("bridge.catalog.catalog.SCHEMA_VERSION", tables.SCHEMA_VERSION + 1)
     Catalog(tmp_path).close()
     monkeypatch.undo()
     with pytest.raises(CatalogTooNew, match=r"catalog\.duckdb has catalog schema 2, .* knows 1: upgrade"):
@@ -138,7 +138,9 @@ def test_a_column_that_was_added_since_is_there_when_an_older_file_is_opened(
     catalog.record(request("r1", state="offered"), Position())
     catalog.close()
     key, columns = TABLES["requests"]
-    monkeypatch.setattr("bridge.catalog.TABLES", {**TABLES, "requests": (key, {**columns, "colour": "VARCHAR"})})
+    monkeypatch.setattr(
+        "bridge.catalog.catalog.TABLES", {**TABLES, "requests": (key, {**columns, "colour": "VARCHAR"})}
+    )
     again = Catalog(tmp_path)
     assert again.query("SELECT state, colour FROM requests") == [("offered", None)]
     again.close()
@@ -281,7 +283,7 @@ def test_a_snapshot_that_was_cut_short_leaves_the_one_before(tmp_path: Path, mon
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bridge.catalog.os.replace", killed)
+    monkeypatch.setattr("bridge.catalog.catalog.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         catalog.snapshot()
     monkeypatch.undo()

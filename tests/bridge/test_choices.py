@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from bridge.choices import ChoiceStreams, open_streams
-from bridge.relay import ClientGone
-from bridge.subscription import Waiting
-from tasks.contract import TokenEvent
+from bridge.streams.choices import ChoiceStreams, open_streams
+from bridge.streams.relay import ClientGone
+from bridge.streams.subscription import Waiting
+from tasks.protocol.contract import TokenEvent
 from tests.bridge.streams import Streams, run
 from tests.conftest import RedisServer
 

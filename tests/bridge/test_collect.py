@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from bridge.choices import open_streams
-from bridge.collect import EndedEarly, collect
-from bridge.relay import ClientGone
-from bridge.subscription import Waiting
-from tasks.contract import EndState, TerminalEvent, TokenEvent
+from bridge.streams.choices import open_streams
+from bridge.streams.collect import EndedEarly, collect
+from bridge.streams.relay import ClientGone
+from bridge.streams.subscription import Waiting
+from tasks.protocol.contract import EndState, TerminalEvent, TokenEvent
 from tests.bridge.streams import Streams, run
 from tests.conftest import RedisServer
 

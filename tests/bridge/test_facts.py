@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.facts import MAX_TEXT, Fact, MalformedFact, fold, parse_fact
+from bridge.catalog.facts import MAX_TEXT, Fact, MalformedFact, fold, parse_fact
 
 
 def fields(**changed: str | bytes) -> dict[bytes, bytes]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bridge.feeds import Feed
-from bridge.following import MAX_AHEAD, START, Following
-from bridge.xread import Entries
-from tasks.contract import ContractError, TokenEvent, pack_source, pack_step, pack_tokens
+from bridge.streams.feed import Feed
+from bridge.streams.following import MAX_AHEAD, START, Following
+from bridge.streams.xread import Entries
+from tasks.protocol.contract import ContractError, TokenEvent, pack_source, pack_step, pack_tokens
 
 LOG = b"tf:worker:w1:steps"
 

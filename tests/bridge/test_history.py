@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from redis import Redis
 
-from bridge.history import History
-from bridge.subscription import StreamLost
-from tasks import keys
-from tasks.contract import TerminalEvent, TokenEvent, encode_terminal, entry_id, pack_tokens
+from bridge.streams.history import History
+from bridge.streams.subscription import StreamLost
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, TokenEvent, encode_terminal, entry_id, pack_tokens
 from tests.conftest import RedisServer
 
 

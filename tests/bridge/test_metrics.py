@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from redis.exceptions import ConnectionError
 
-from bridge.catalog import CatalogError
+from bridge.catalog.catalog import CatalogError
 from bridge.duties import RecordDuty, WatchDuty
-from bridge.metrics import BridgeMetrics
-from tasks.metrics import (
+from bridge.watch.metrics import BridgeMetrics
+from tasks.observe.metrics import (
     ENDED,
     READERS_GONE,
     RECONNECTS,
@@ -17,7 +17,7 @@ from tasks.metrics import (
     Meter,
     Metric,
 )
-from tasks.record import READER_LEASE_MS
+from tasks.protocol.record import READER_LEASE_MS
 from tests.bridge.cell import LEASE_MS, MODEL, Cell
 
 T0 = 1_000_000

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.catalog import Catalog, Position
-from bridge.facts import Fact, fold
-from bridge.minutes import COLUMNS, MINUTE_MS, touched_by
-from bridge.tables import DERIVED
+from bridge.catalog.catalog import Catalog, Position
+from bridge.catalog.facts import Fact, fold
+from bridge.catalog.minutes import COLUMNS, MINUTE_MS, touched_by
+from bridge.catalog.tables import DERIVED
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
-from bridge.reader import HEARTBEAT_S, MAX_BLOCK_S
-from bridge.subscription import StreamLost
-from decode.sampling import TokenLogprobs
-from tasks import keys
-from tasks.clients import BLOCKING_GRACE_S
-from tasks.contract import TerminalEvent, TokenEvent, entry_id, pack_logprobs, pack_tokens
-from tasks.record import READER_LEASE_MS
+from bridge.streams.reader import HEARTBEAT_S, MAX_BLOCK_S
+from bridge.streams.subscription import StreamLost
+from decode.engine.sampling import TokenLogprobs
+from tasks.process.clients import BLOCKING_GRACE_S
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, TokenEvent, entry_id, pack_logprobs, pack_tokens
+from tasks.protocol.record import READER_LEASE_MS
 from tests.bridge.streams import Streams, ready, run
 from tests.conftest import RedisServer
 

@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from tasks import keys
-from tasks.publish import Publisher, Unpublishable
-from tasks.record import Append, AppendResult, Refused, Terminal
+from tasks.protocol import keys
+from tasks.protocol.record import Append, AppendResult, Refused, Terminal
+from tasks.worker.publish import Publisher, Unpublishable
 from tests.bridge.cell import FINGERPRINT, Cell
 from tests.bridge.streams import Streams, Taker, run
 from tests.conftest import RedisServer

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from bridge.catalog import Catalog, CatalogError, Position
-from bridge.recorder import DAY_MS, FORGET_EVERY_MS, Recorder
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.contract import GenerationJob
-from tasks.record import Idempotency, Origin
+from bridge.catalog.catalog import Catalog, CatalogError, Position
+from bridge.catalog.recorder import DAY_MS, FORGET_EVERY_MS, Recorder
+from decode.engine.sampling import SamplingParams
+from tasks.protocol import keys
+from tasks.protocol.contract import GenerationJob
+from tasks.protocol.record import Idempotency, Origin
 from tests.bridge.cell import Cell
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from redis import Redis
 
-from bridge.catalog import Catalog
-from bridge.recorder import Recorder
-from tasks import keys
-from tasks.clients import connect
+from bridge.catalog.catalog import Catalog
+from bridge.catalog.recorder import Recorder
+from tasks.process.clients import connect
+from tasks.protocol import keys
 
 NUM_FACTS = 40_000
 NUM_LIVES = 5
@@ -23,9 +23,9 @@ LIMIT_S = 60.0
 RECORDER = """
 import sys, time
 from pathlib import Path
-from bridge.catalog import Catalog
-from bridge.recorder import Recorder
-from tasks.clients import connect
+from bridge.catalog.catalog import Catalog
+from bridge.catalog.recorder import Recorder
+from tasks.process.clients import connect
 
 recorder = Recorder(
     connect(sys.argv[1], use="short"), Catalog(Path(sys.argv[2])), clock_ms=lambda: time.time_ns() // 1_000_000

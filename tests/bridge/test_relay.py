@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bridge.choices import ChoiceStreams
-from bridge.relay import ClientGone, Relay
-from bridge.sse import KEEP_ALIVE
-from bridge.subscription import Subscription, Waiting
-from tasks.contract import EndState, StreamEvent, TerminalEvent, TokenEvent
+from bridge.streams.choices import ChoiceStreams
+from bridge.streams.relay import ClientGone, Relay
+from bridge.streams.sse import KEEP_ALIVE
+from bridge.streams.subscription import Subscription, Waiting
+from tasks.protocol.contract import EndState, StreamEvent, TerminalEvent, TokenEvent
 
 END = TerminalEvent(2, 1, "finished", "stop")
 

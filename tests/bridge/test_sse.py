@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openai._streaming import SSEDecoder
 
-from bridge.sse import DONE, KEEP_ALIVE, comment, frame
+from bridge.streams.sse import DONE, KEEP_ALIVE, comment, frame
 
 
 def test_an_event_is_its_id_its_data_and_an_empty_line() -> None:

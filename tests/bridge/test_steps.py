@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from bridge.subscription import Subscription
-from tasks import keys
-from tasks.contract import TerminalEvent, TokenEvent
+from bridge.streams.subscription import Subscription
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, TokenEvent
 from tests.bridge.streams import Streams, Taker, ready, run, tokens
 from tests.conftest import RedisServer
 
@@ -439,7 +439,7 @@ def test_a_log_read_is_not_slowed_down(redis_server: RedisServer, monkeypatch: p
             streams.open(f"r{number}")
         subscription = await live(streams)
         slept: list[float] = []
-        monkeypatch.setattr("bridge.reader.time.sleep", slept.append)
+        monkeypatch.setattr("bridge.streams.reader.time.sleep", slept.append)
         streams.reader._block_ms = 1
         streams.step("w1", 2, (7, 2, 12))
         await streams.turn()

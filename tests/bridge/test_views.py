@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bridge.catalog import Catalog, Position, ask_snapshot
-from bridge.facts import Fact, fold
-from bridge.views import VIEWS
+from bridge.catalog.catalog import Catalog, Position, ask_snapshot
+from bridge.catalog.facts import Fact, fold
+from bridge.catalog.views import VIEWS
 
 DAY_MS = 86_400_000
 MONDAY, TUESDAY = date(1970, 1, 5), date(1970, 1, 6)

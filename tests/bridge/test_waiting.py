@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from bridge.subscription import Waiting
+from bridge.streams.subscription import Waiting
 
 
 class Loop:

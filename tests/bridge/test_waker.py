@@ -11,8 +11,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
-from bridge.waker import Waker
-from tasks import keys
+from bridge.streams.waker import Waker
+from tasks.protocol import keys
 from tests.conftest import RedisServer
 
 

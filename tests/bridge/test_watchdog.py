@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from redis.exceptions import ConnectionError
 
-from bridge.watchdog import Deadlines, Tick, Watchdog
-from tasks import keys
-from tasks.errors import Stale
-from tasks.record import READER_LEASE_MS, Failed, Reoffer, RequestRecords
+from bridge.watch.watchdog import Deadlines, Tick, Watchdog
+from tasks.protocol import keys
+from tasks.protocol.errors import Stale
+from tasks.protocol.record import READER_LEASE_MS, Failed, Reoffer, RequestRecords
 from tests.bridge.cell import LEASE_MS, MODEL, Cell
 
 T0 = 1_000_000

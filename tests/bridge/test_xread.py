@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from redis.connection import PythonRespSerializer
 from redis.exceptions import ResponseError
 
-from bridge.xread import Xread
+from bridge.streams.xread import Xread
 from tests.conftest import RedisServer
 
 positions_of = st.dictionaries(st.binary(min_size=1, max_size=20), st.binary(min_size=1, max_size=12), min_size=1)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.harness import TestedCell
-from tokenferry.server import open_server
+from tokenferry.cell.one_process import open_server
 
 HERE = Path(__file__).parent
 PLACE = HERE.parent.parent / ".conformance"

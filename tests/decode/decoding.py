@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from decode.checkpoint import Checkpoint
-from decode.engine import Engine, EngineConfig
-from decode.model_runner import TorchModelRunner
-from decode.sampling import SamplingParams
-from decode.scheduler import StepPlan
-from decode.sequence import Sequence
+from decode.checkpoint.checkpoint import Checkpoint
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
+from decode.oracle.runner import TorchModelRunner
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode.lookup import PromptLookup
-from decode.sampling import Chosen
-from decode.scheduler import StepPlan
-from decode.sequence import Sequence
+from decode.engine.lookup import PromptLookup
+from decode.engine.sampling import Chosen
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 
 
 class Guesses(PromptLookup):

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from decode.checkpoint import Checkpoint, open_checkpoint
-from decode.families import FAMILIES, tensor_specs
-from decode.native_build import build_native
-from decode.native_runner import NativeModelRunner, NativeVariant
-from decode.rope import rope_tables
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.families import FAMILIES, tensor_specs
+from decode.checkpoint.rope import rope_tables
+from decode.native.build import build_native
+from decode.native.runner import NativeModelRunner, NativeVariant
 
 VOCAB = 200
 _SIZES: dict[str, Any] = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import attention
-from decode.attention import AttentionShape, Span, paged_attention, plan_attention, reference_attention
-from decode.kv_cache import KvCache
+from decode.oracle import attention
+from decode.oracle.attention import AttentionShape, Span, paged_attention, plan_attention, reference_attention
+from decode.oracle.kv_cache import KvCache
 
 BLOCK = 16
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from decode.attention import AttentionShape
-from decode.batch import Batch, build_batch
-from decode.layers import RowCounts
-from decode.sampling import SamplingParams
-from decode.scheduler import ScheduledSequence, StepPlan
-from decode.sequence import Sequence
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import ScheduledSequence, StepPlan
+from decode.engine.sequence import Sequence
+from decode.oracle.attention import AttentionShape
+from decode.oracle.batch import Batch, build_batch
+from decode.oracle.layers import RowCounts
 
 
 def scheduled(tokens: list[int], table: list[int], start: int, count: int, samples: bool) -> ScheduledSequence:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode.checkpoint import open_checkpoint
-from decode.sampling import SamplingParams
-from decode.sequence import Sequence
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import Sequence
 from tests.decode.decoding import RecordingRunner, engine, run
 from tests.decode.tiny_models import open_tiny
 from tests.models import smollm2_path

@@ -1,4 +1,4 @@
-"""`decode.block_manager`: reference counts, the prefix hash chain, and who is evicted first."""
+"""`decode.engine.block_manager`: reference counts, the prefix hash chain, and who is evicted first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from decode.block_manager import BlockManager
+from decode.engine.block_manager import BlockManager
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import Sequence
 from decode.errors import IntegrityError
-from decode.sampling import SamplingParams
-from decode.sequence import Sequence
 
 SIZE = 4
 

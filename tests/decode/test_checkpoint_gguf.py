@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode.checkpoint import CheckpointError, GgufTokenizer, open_checkpoint
-from decode.config import Rope
-from decode.gguf_file import read_gguf
-from decode.stored import BLOCKS
+from decode.checkpoint.checkpoint import CheckpointError, GgufTokenizer, open_checkpoint
+from decode.checkpoint.config import Rope
+from decode.checkpoint.gguf_file import read_gguf
+from decode.checkpoint.stored import BLOCKS
 from tests.decode.tiny_models import tiny_weights, write_gguf
 from tests.models import smollm2_path
 
@@ -121,7 +121,7 @@ def test_values_are_near_what_was_stored(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_super_blocks_are_read_as_whole_rows(kind: str, tmp_path: Path) -> None:
-    from decode.stored import StoredTensor
+    from decode.checkpoint.stored import StoredTensor
 
     values, size = BLOCKS[kind]
     path = write(tmp_path, bytes(16 + 3 * 2 * size))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from decode.checkpoint import CheckpointError, HfTokenizerFiles, open_checkpoint
-from decode.config import Llama3Scaling, ModelConfig, Rope
-from decode.hf_checkpoint import hf_config
+from decode.checkpoint.checkpoint import CheckpointError, HfTokenizerFiles, open_checkpoint
+from decode.checkpoint.config import Llama3Scaling, ModelConfig, Rope
+from decode.checkpoint.hf import hf_config
 from tests.decode.tiny_models import CONFIGS, open_tiny, write_hf
 
 
@@ -110,14 +110,14 @@ def test_reads_half_precision_values(dtype: str, tmp_path: Path) -> None:
     directory = write_hf("llama", tmp_path)
     file = directory / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + stored.tobytes())
-    from decode.hf_checkpoint import read_safetensors
+    from decode.checkpoint.hf import read_safetensors
 
     np.testing.assert_array_equal(read_safetensors(directory)["w"].values(), values)
 
 
 def test_names_a_missing_tensor(tmp_path: Path) -> None:
     directory = write_hf("llama", tmp_path)
-    from decode.hf_checkpoint import read_safetensors
+    from decode.checkpoint.hf import read_safetensors
 
     kept = {
         name: tensor.values()
@@ -228,6 +228,6 @@ def test_content_hash_changes_with_a_weight_and_with_the_configuration(tmp_path:
 
 
 def test_opening_reaches_neither_torch_nor_the_gguf_package() -> None:
-    code = "import sys, decode.checkpoint; print(sorted({'torch', 'gguf'} & set(sys.modules)))"
+    code = "import sys, decode.checkpoint.checkpoint; print(sorted({'torch', 'gguf'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from decode.engine import Engine, EngineConfig, ModelRunner
+from decode.checkpoint.vocabulary import Vocabulary
+from decode.engine.engine import Engine, EngineConfig, ModelRunner
+from decode.engine.grammar import Grammars
+from decode.engine.sampling import Chosen, SamplingParams, TokenLogprobs
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 from decode.errors import DeviceOutOfMemory
-from decode.grammar import Grammars
-from decode.model_runner import TorchModelRunner
-from decode.sampling import Chosen, SamplingParams, TokenLogprobs
-from decode.scheduler import StepPlan
+from decode.oracle.runner import TorchModelRunner
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate, scripted_vocabulary
-from decode.sequence import Sequence
-from decode.vocabulary import Vocabulary
 from tests.decode.native_reference import VOCAB, runner, tiny_checkpoint
 from tests.decode.tiny_models import open_tiny
 

@@ -1,10 +1,13 @@
-"""`decode.engine`: refusals, commit, abort, errors of the runner, and what it says about its load."""
+"""`decode.engine.engine`: refusals, commit, abort, errors of the runner, and what it says about its load."""
 
 from __future__ import annotations
 
 import pytest
 
-from decode.engine import Engine, EngineConfig, EngineLoad, SequenceOutput
+from decode.engine.engine import Engine, EngineConfig, EngineLoad, SequenceOutput
+from decode.engine.sampling import Chosen, SamplingParams
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 from decode.errors import (
     DeviceOutOfMemory,
     DuplicateSequence,
@@ -13,10 +16,7 @@ from decode.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
-from decode.sampling import Chosen, SamplingParams
-from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate
-from decode.sequence import Sequence
 from tests.decode.guesses import Guesses, guesses_of, repeated
 
 SIZE = 4

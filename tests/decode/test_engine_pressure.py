@@ -12,12 +12,12 @@ from random import Random
 
 import pytest
 
-from decode.engine import Engine, EngineConfig
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.sampling import Chosen, SamplingParams
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 from decode.errors import DeviceOutOfMemory, PromptTooLong
-from decode.sampling import Chosen, SamplingParams
-from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, SCRIPTED_STOP_AFTER, ScriptedRunner, generate
-from decode.sequence import Sequence
 from tests.decode.guesses import Guesses
 
 SEEDS = range(40)

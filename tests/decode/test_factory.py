@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from decode.checkpoint import Checkpoint
-from decode.engine import Engine
+from decode.checkpoint.checkpoint import Checkpoint
+from decode.engine.engine import Engine
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 from decode.errors import DeviceOutOfMemory, InvalidGrammar
 from decode.factory import UnsupportedVariant, choose_num_threads, fingerprint, load_engine
-from decode.model_runner import TorchModelRunner
-from decode.native_build import NativeUnavailable
-from decode.native_runner import MAX_DRAFT_ROWS
-from decode.sampling import SamplingParams
-from decode.scheduler import StepPlan
-from decode.sequence import Sequence
+from decode.native.build import NativeUnavailable
+from decode.native.runner import MAX_DRAFT_ROWS
+from decode.oracle.runner import TorchModelRunner
 from tests.decode.decoding import run
 from tests.decode.native_reference import cache_dir, tiny_checkpoint
 from tests.decode.tiny_models import open_tiny
@@ -97,7 +97,7 @@ def test_the_native_variants_draft_when_asked_to(variant: str) -> None:
 
 def test_torch_does_not_draft(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(checkpoint, prompt_lookup=True).config.max_draft_rows == 0
-    monkeypatch.setattr("decode.native_runner.build_native", without_compiler)
+    monkeypatch.setattr("decode.native.runner.build_native", without_compiler)
     assert load(tiny_checkpoint("llama"), variant="auto", prompt_lookup=True).config.max_draft_rows == 0
 
 
@@ -108,13 +108,13 @@ def without_compiler(*arguments: Any, **keywords: Any) -> Path:
 def test_auto_without_a_compiler_serves_with_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("decode.native_runner.build_native", without_compiler)
+    monkeypatch.setattr("decode.native.runner.build_native", without_compiler)
     assert load(tiny_checkpoint("llama"), variant="auto").config.variant == "bf16"
     assert "no C++ compiler found" in caplog.text
 
 
 def test_a_native_variant_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.native_runner.build_native", without_compiler)
+    monkeypatch.setattr("decode.native.runner.build_native", without_compiler)
     with pytest.raises(UnsupportedVariant, match="variant q4: no C\\+\\+ compiler found"):
         load(tiny_checkpoint("llama"), variant="q4")
 

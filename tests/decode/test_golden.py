@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode.checkpoint import Checkpoint, open_checkpoint
-from decode.sequence import Sequence
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.engine.sequence import Sequence
 from tests.decode.decoding import GREEDY, RecordingRunner, engine, run
 from tests.decode.tiny_models import CONFIGS, open_tiny
 from tests.models import gemma3_path, smollm2_path

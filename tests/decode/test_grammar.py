@@ -1,4 +1,4 @@
-"""`decode.grammar`: which tokens a grammar lets through, where it ends, and what cannot be followed."""
+"""`decode.engine.grammar`: which tokens a grammar lets through, where it ends, and what cannot be followed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.checkpoint import open_checkpoint
-from decode.engine import Engine, EngineConfig
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.checkpoint.vocabulary import Vocabulary, VocabularyError, checkpoint_vocabulary
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.grammar import GrammarMatcher, Grammars
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import StepPlan
+from decode.engine.sequence import Sequence
 from decode.errors import InvalidGrammar
-from decode.grammar import GrammarMatcher, Grammars
-from decode.sampling import SamplingParams
-from decode.scheduler import StepPlan
 from decode.scripted import ScriptedRunner
-from decode.sequence import Sequence
-from decode.vocabulary import Vocabulary, VocabularyError, checkpoint_vocabulary
 from tests.models import smollm2_path
 
 EOS, END_OF_TURN, TOOL = 0, 1, 2

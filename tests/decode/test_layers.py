@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.layers import Linear, RowCounts, cancelling, gelu_tanh, rms_norm, rotate, silu
+from decode.oracle.layers import Linear, RowCounts, cancelling, gelu_tanh, rms_norm, rotate, silu
 
 COUNTS = RowCounts((2, 4, 16))
 

@@ -1,4 +1,4 @@
-"""`decode.lookup`: what is found, and how far ahead it goes."""
+"""`decode.engine.lookup`: what is found, and how far ahead it goes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode.lookup import MAX_PAUSE, PromptLookup
-from decode.sampling import SamplingParams
+from decode.engine.lookup import MAX_PAUSE, PromptLookup
+from decode.engine.sampling import SamplingParams
 
 
 def lookup(num_wanted: int = 8, first_len: int = 0, max_len: int = 1000) -> PromptLookup:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decode.native_build import NativeUnavailable, build_native
+from decode.native.build import NativeUnavailable, build_native
 from tests.decode.native_reference import cache_dir, library
 
 

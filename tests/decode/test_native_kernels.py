@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from decode.native_model import LOGPROBS, Sampling, Step, linear_of
-from decode.native_pack import BLOCK, pack
-from decode.native_weights import Matrix
-from decode.sampler import SampleRow
-from decode.sampler import sample as sample_rows
-from decode.sampling import LogitAdjustments, SamplingParams, uniform
-from decode.stored import BLOCKS, StoredTensor
+from decode.checkpoint.stored import BLOCKS, StoredTensor
+from decode.engine.sampling import LogitAdjustments, SamplingParams, uniform
+from decode.native.model import LOGPROBS, Sampling, Step, linear_of
+from decode.native.pack import BLOCK, pack
+from decode.native.weights import Matrix
+from decode.oracle.sampler import SampleRow
+from decode.oracle.sampler import sample as sample_rows
 from tests.decode.native_reference import library
 
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "Q6_K")

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode.engine import Engine, EngineConfig, SequenceOutput
-from decode.native_build import NativeUnavailable
-from decode.native_model import PHASES, StepArrays
-from decode.native_runner import MAX_DRAFT_ROWS, NativeModelRunner, native_execution, step_arrays
-from decode.sampling import SamplingParams
-from decode.scheduler import ScheduledSequence, StepPlan
-from decode.sequence import Sequence
+from decode.engine.engine import Engine, EngineConfig, SequenceOutput
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import ScheduledSequence, StepPlan
+from decode.engine.sequence import Sequence
+from decode.native.build import NativeUnavailable
+from decode.native.model import PHASES, StepArrays
+from decode.native.runner import MAX_DRAFT_ROWS, NativeModelRunner, native_execution, step_arrays
 from tests.decode.guesses import guesses_of
 from tests.decode.native_reference import FAMILY_NAMES, VOCAB, ReferenceDecoder, runner, tiny_checkpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decode.native_build import SOURCES
+from decode.native.build import SOURCES
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 

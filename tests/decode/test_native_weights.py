@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decode.native_weights import NativeWeights, load_weights
+from decode.native.weights import NativeWeights, load_weights
 from tests.decode.native_reference import tiny_checkpoint
 
 

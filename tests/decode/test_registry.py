@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from decode import registry
-from decode.registry import (
+from decode.checkpoint import names as registry
+from decode.checkpoint.names import (
     HUB_COMPLETE,
     ModelDamaged,
     ModelMissing,

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from decode.config import Llama3Scaling, Rope
-from decode.rope import rope_frequencies, rope_tables
+from decode.checkpoint.config import Llama3Scaling, Rope
+from decode.checkpoint.rope import rope_frequencies, rope_tables
 
 
 def test_frequencies_fall_from_one_to_nearly_one_over_theta() -> None:

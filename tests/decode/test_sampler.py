@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode import sampler
+from decode.checkpoint.vocabulary import Vocabulary
+from decode.engine.grammar import Grammars
+from decode.engine.sampling import LogitAdjustments, SamplingParams, uniform
 from decode.errors import IntegrityError
-from decode.grammar import Grammars
-from decode.sampler import SampleRow
-from decode.sampler import sample as sample_rows
-from decode.sampling import LogitAdjustments, SamplingParams, uniform
-from decode.vocabulary import Vocabulary
+from decode.oracle import sampler
+from decode.oracle.sampler import SampleRow
+from decode.oracle.sampler import sample as sample_rows
 
 PLAIN = SamplingParams(max_tokens=10_000)
 GREEDY = replace(PLAIN, temperature=0)

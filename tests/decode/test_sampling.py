@@ -1,4 +1,5 @@
-"""`decode.sampling`: draws that depend on (seed, index) alone and look random along both, and what logits are changed
+"""`decode.engine.sampling`: draws that depend on (seed, index) alone and look random along both, and what logits are
+changed
 by."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.sampling import LogitAdjustments, SamplingParams, uniform
+from decode.engine.sampling import LogitAdjustments, SamplingParams, uniform
 
 
 def test_a_draw_is_a_function_of_seed_and_index() -> None:

@@ -1,11 +1,11 @@
-"""`decode.scheduler`: what a plan holds, who goes first, who is preempted and who is passed over."""
+"""`decode.engine.scheduler`: what a plan holds, who goes first, who is preempted and who is passed over."""
 
 from __future__ import annotations
 
-from decode.block_manager import BlockManager
-from decode.sampling import SamplingParams
-from decode.scheduler import MAX_OVERTAKEN, Scheduler, StepPlan
-from decode.sequence import Sequence
+from decode.engine.block_manager import BlockManager
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import MAX_OVERTAKEN, Scheduler, StepPlan
+from decode.engine.sequence import Sequence
 from tests.decode.guesses import Guesses
 
 SIZE = 4

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from decode.block_manager import BlockManager
-from decode.engine import Engine
-from decode.sampling import SamplingParams
-from decode.scheduler import ScheduledSequence, StepPlan
+from decode.engine.block_manager import BlockManager
+from decode.engine.engine import Engine
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import ScheduledSequence, StepPlan
+from decode.engine.sequence import Sequence
 from decode.scripted import (
     SCRIPTED_EOS_TOKEN_ID,
     ScriptedCosts,
@@ -21,7 +22,6 @@ from decode.scripted import (
     next_token,
     scripted_engine,
 )
-from decode.sequence import Sequence
 
 SIZE = 4
 TEN = SamplingParams(max_tokens=10, stop_token_ids=(SCRIPTED_EOS_TOKEN_ID,))

@@ -1,11 +1,11 @@
-"""`decode.sequence`: the facts of one request and the rule by which it ends."""
+"""`decode.engine.sequence`: the facts of one request and the rule by which it ends."""
 
 from __future__ import annotations
 
 import pytest
 
-from decode.sampling import SamplingParams
-from decode.sequence import FinishReason, Sequence
+from decode.engine.sampling import SamplingParams
+from decode.engine.sequence import FinishReason, Sequence
 
 EOS = 2
 

@@ -1,4 +1,4 @@
-"""`decode.vocabulary`: the bytes and names of every token of a checkpoint."""
+"""`decode.checkpoint.vocabulary`: the bytes and names of every token of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode.checkpoint import GgufTokenizer, HfTokenizerFiles, open_checkpoint
-from decode.vocabulary import VocabularyError, checkpoint_vocabulary, gguf_token_bytes, read_tokenizer_json
+from decode.checkpoint.checkpoint import GgufTokenizer, HfTokenizerFiles, open_checkpoint
+from decode.checkpoint.vocabulary import VocabularyError, checkpoint_vocabulary, gguf_token_bytes, read_tokenizer_json
 from tests.decode.tiny_models import write_gguf, write_hf
 
 SPEC: dict[str, Any] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode.checkpoint import open_checkpoint
-from decode.weights import WeightReader
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.oracle.weights import WeightReader
 from tests.decode.decoding import RecordingRunner, generate
 from tests.decode.tiny_models import open_tiny, write_gguf
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from decode.checkpoint import Checkpoint, open_checkpoint
-from decode.config import ModelConfig
-from decode.families import FAMILIES, TensorSpec, tensor_specs
-from decode.hf_checkpoint import hf_config
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.config import ModelConfig
+from decode.checkpoint.families import FAMILIES, TensorSpec, tensor_specs
+from decode.checkpoint.hf import hf_config
 
 Values = npt.NDArray[np.float32]
 

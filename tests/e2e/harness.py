@@ -1,4 +1,4 @@
-"""What the end-to-end tests ask of a running cell, beyond what `tokenferry.cell` does for the demo too."""
+"""What the end-to-end tests ask of a running cell, beyond what `tokenferry.cell.group` does for the demo too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from openai import OpenAI, Stream
 from openai.types.chat import ChatCompletionChunk
 
-from tasks import keys
-from tasks.contract import TerminalEvent, decode_entry
-from tokenferry.cell import HOST, Cell
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, decode_entry
+from tokenferry.cell.group import HOST, Cell
 
 STATES_OF_THE_END = {b"finished", b"cancelled", b"failed"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import TestedCell
-from tokenferry.cell import HOST
+from tokenferry.cell.group import HOST
 
 pytestmark = pytest.mark.e2e
 

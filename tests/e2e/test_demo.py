@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tokenferry.demo import run
+from tokenferry.commands.demo import run
 
 pytestmark = pytest.mark.e2e
 
@@ -39,5 +39,5 @@ def test_the_demo_shows_two_workers_a_cache_hit_and_an_unharmed_answer(monkeypat
     assert re.fullmatch(r"(<\d+>){24}", answers[0])
 
     for name in ("web.log", "bridge.log", "worker.1.log", "worker.2.log"):
-        assert "tasks.record" in logs[name], f"{name} shows no imports"
+        assert "tasks.protocol.record" in logs[name], f"{name} shows no imports"
         assert not re.search(r"\| +torch$", logs[name], re.MULTILINE), f"{name} loaded torch"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from decode.registry import DEFAULT_MODEL
-from tasks.settings import cache_dir
+from decode.checkpoint.names import DEFAULT_MODEL
+from tasks.process.settings import cache_dir
 from tests.e2e.harness import HOST, TestedCell
 from tokenferry.pull import pull
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tasks.clients import connect
+from tasks.process.clients import connect
 from tests.e2e.harness import TestedCell
 from tests.faults.proxy import HOST, Link, Proxy
-from tokenferry.valkey import Valkey
+from tokenferry.cell.valkey import Valkey
 
 pytestmark = pytest.mark.e2e
 

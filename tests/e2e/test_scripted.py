@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from decode.sampling import SamplingParams
+from decode.engine.sampling import SamplingParams
 from decode.scripted import generate
 from tests.e2e.harness import TestedCell
 
@@ -30,7 +30,8 @@ def test_the_model_is_listed_and_found(cell: TestedCell) -> None:
 
 
 def test_streamed_text_equals_the_whole_answer_and_the_oracle(cell: TestedCell) -> None:
-    from app.text_edge import ChatMessage, scripted_text_edge
+    from app.dialect.conversation import ChatMessage
+    from app.text.edge import scripted_text_edge
 
     whole = answer(cell, "tell me", 40)
     streamed = cell.stream("tell me", 40)

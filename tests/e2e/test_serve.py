@@ -18,11 +18,11 @@ from urllib.request import Request, urlopen
 import openai
 import pytest
 
-from tasks.clients import connect
-from tasks.record import RequestRecords
-from tokenferry.cell import free_port
-from tokenferry.processes import CHILD_OF
-from tokenferry.serve import is_ready
+from tasks.process.clients import connect
+from tasks.protocol.record import RequestRecords
+from tokenferry.cell.group import free_port
+from tokenferry.cell.plan import is_ready
+from tokenferry.cell.processes import CHILD_OF
 
 pytestmark = pytest.mark.e2e
 
@@ -198,7 +198,7 @@ def test_a_port_that_is_taken_is_told_at_once(start: Callable[..., Server]) -> N
 
 
 def test_an_external_redis_is_used_and_the_embedded_one_stays_out(start: Callable[..., Server]) -> None:
-    from tokenferry.valkey import Valkey
+    from tokenferry.cell.valkey import Valkey
 
     with tempfile.TemporaryDirectory(prefix="tf-") as elsewhere, Valkey(Path(elsewhere)) as external:
         server = start("tokenferry", "serve", REDIS_URL=external.url)

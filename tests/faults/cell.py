@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.clients import connect
-from tasks.contract import WorkerInfo
+from tasks.process.clients import connect
+from tasks.protocol.contract import WorkerInfo
 from tests.e2e.harness import TestedCell
 from tests.faults.proxy import Link, Proxy
 

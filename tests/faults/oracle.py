@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.text_edge import ChatMessage, scripted_text_edge
-from decode.sampling import SamplingParams
+from app.dialect.conversation import ChatMessage
+from app.text.edge import scripted_text_edge
+from decode.engine.sampling import SamplingParams
 from decode.scripted import SCRIPTED_MAX_MODEL_LEN, generate
 
 MAX_TOKENS = 160

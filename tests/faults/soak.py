@@ -22,8 +22,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decode.registry import DEFAULT_MODEL, ModelError, resolve
-from tasks.settings import cache_dir
+from decode.checkpoint.names import DEFAULT_MODEL, ModelError, resolve
+from tasks.process.settings import cache_dir
 from tests.faults.cell import FaultyCell
 from tests.faults.driver import Driver, Report
 from tests.faults.failover import (
@@ -172,7 +172,7 @@ def _memory(cell: FaultyCell, names: list[str]) -> dict[str, int]:
 def _num_keys(cell: FaultyCell) -> tuple[int, int]:
     """Keys that never expire and keys that do, in both databases, once those of requests have expired.
 
-    Messages that a killed worker had fetched are dropped a minute after its death (`tasks.consumer`).
+    Messages that a killed worker had fetched are dropped a minute after its death (`tasks.worker.consumer`).
     """
     deadline_s = time.monotonic() + 150
     while time.monotonic() < deadline_s and (

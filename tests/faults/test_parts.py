@@ -16,8 +16,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from tasks import keys
-from tasks.clients import connect
+from tasks.process.clients import connect
+from tasks.protocol import keys
 from tests.conftest import RedisServer
 from tests.faults.client import HOST, Ask, Seen
 from tests.faults.driver import gap_after
@@ -27,7 +27,7 @@ from tests.faults.proxy import Link, Proxy
 from tests.faults.schedule import draw_ask, draw_faults
 from tests.faults.verdict import Broken, judge_client, judge_record
 from tests.tasks.cell import Cell
-from tokenferry.valkey import Valkey
+from tokenferry.cell.valkey import Valkey
 
 NOTHING: frozenset[str] = frozenset()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tasks.lua import source
+from tasks.protocol.lua import source
 from tests.faults.cell import FaultyCell
 from tests.faults.client import Ask, Asking, Seen, ask
 from tests.faults.conftest import CellMaker

@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tasks.record import RecordState
+from tasks.protocol.record import RecordState
 from tests.faults.cell import FaultyCell
 from tests.faults.client import HOST, Ask, Asking, Seen, ask, body_of, request_bytes
 from tests.faults.conftest import CellMaker

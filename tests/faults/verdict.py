@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from redis import Redis
 
-from tasks import keys
-from tasks.contract import TerminalEvent, decode_entry
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, decode_entry
 from tests.faults.client import Seen
 from tests.faults.oracle import Answer, Oracle
 

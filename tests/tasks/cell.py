@@ -6,10 +6,10 @@ from typing import Any
 
 from redis import Redis
 
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.contract import GenerationJob, StreamEvent, TerminalEvent, WorkerInfo, WorkerLoad, decode_entry
-from tasks.record import Append, AppendResult, RequestRecords, Terminal
+from decode.engine.sampling import SamplingParams
+from tasks.protocol import keys
+from tasks.protocol.contract import GenerationJob, StreamEvent, TerminalEvent, WorkerInfo, WorkerLoad, decode_entry
+from tasks.protocol.record import Append, AppendResult, RequestRecords, Terminal
 from tests.conftest import RedisServer
 
 MODEL = "m"

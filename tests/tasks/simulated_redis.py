@@ -11,8 +11,8 @@ from typing import Any
 import fakeredis
 from redis.exceptions import NoScriptError
 
-from tasks import keys
-from tasks.clients import connect_fake
+from tasks.process.clients import connect_fake
+from tasks.protocol import keys
 
 
 class Compiled:

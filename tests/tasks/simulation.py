@@ -1,11 +1,12 @@
 """A whole cell under logical time: the real scripts on fakeredis, everything around them as plain state machines.
 
 Owns the schedule (one random generator, so a seed replays it), the faults, and the invariants that are checked after
-each event. Workers, web processes and clients call `RequestRecords` as `tasks.engine_loop`, `tasks.publish`,
-`tasks.actors` and `app` do, most workers through the real log of steps; the watchdog is the real one. Faults: workers
-and web processes crash, freeze and thaw, calls get lost before or after they took effect, calls come much later,
-a worker gives up a step that it cannot publish, messages are dropped, doubled, delayed, reordered, Redis forgets its
-scripts or loses all data. `python -m tests.tasks.simulation SEED` prints a schedule.
+each event. Workers, web processes and clients call `RequestRecords` as `tasks.worker.engine_loop`,
+`tasks.worker.publish`, `tasks.worker.actor` and `app` do, most workers through the real log of steps; the watchdog is
+the real one. Faults: workers and web processes crash, freeze and thaw, calls get lost before or after they took
+effect, calls come much later, a worker gives up a step that it cannot publish, messages are dropped, doubled,
+delayed, reordered, Redis forgets its scripts or loses all data. `python -m tests.tasks.simulation SEED` prints a
+schedule.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any, cast
 from redis import Redis
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
-from bridge.watchdog import Watchdog
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.contract import (
+from bridge.watch.watchdog import Watchdog
+from decode.engine.sampling import SamplingParams
+from tasks.protocol import keys
+from tasks.protocol.contract import (
     GenerationJob,
     TerminalEvent,
     TokenEvent,
@@ -32,9 +33,9 @@ from tasks.contract import (
     unpack_source,
     unpack_step,
 )
-from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
-from tasks.priorities import PRIORITIES
-from tasks.record import (
+from tasks.protocol.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
+from tasks.protocol.priorities import PRIORITIES
+from tasks.protocol.record import (
     Append,
     Appended,
     AppendResult,
@@ -46,8 +47,8 @@ from tasks.record import (
     RequestRecords,
     Terminal,
 )
-from tasks.step_log import Plan, StepLog
-from tasks.submit import Submitter
+from tasks.protocol.submit import Submitter
+from tasks.worker.step_log import Plan, StepLog
 from tests.tasks.simulated_redis import Server
 
 MODEL = "m"
@@ -150,7 +151,7 @@ class Worker:
     fingerprint: str
     log: StepLog | None = None
     plan: Plan | None = None
-    """What was sent and not answered: the same is sent again, as `tasks.publish` does."""
+    """What was sent and not answered: the same is sent again, as `tasks.worker.publish` does."""
     is_frozen: bool = False
     beat_ms: int = 0
     works: list[Work] = field(default_factory=list)
@@ -402,7 +403,7 @@ class Simulation:
             self.settle(worker, item, result)
 
     def step_logged(self, worker: Worker, log: StepLog) -> None:
-        """As `tasks.publish` does: what has no answer is sent again, until the worker stops waiting for it."""
+        """As `tasks.worker.publish` does: what has no answer is sent again, until the worker stops waiting for it."""
         if worker.plan is not None and self.chance(0.1):
             self.seen.add("step given up")
             worker.plan = None
@@ -560,7 +561,7 @@ class Simulation:
         self.later(web, lambda: self.give_up(web, ask))
 
     def give_up(self, web: Web, ask: Ask) -> None:
-        """As `app.answers.Closer` does."""
+        """As `app.answers.closing.Closer` does."""
         web.records.forestall(ask.ids, self.now_ms)
         if ask.key:
             if unread := [request_id for request_id in ask.ids if request_id not in web.reading]:

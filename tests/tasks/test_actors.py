@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from tasks import actors, keys
-from tasks.actors import Generate, make_generate
-from tasks.broker import build_broker
-from tasks.contract import GenerationJob, WorkerLoad
-from tasks.engine_loop import Outcome
-from tasks.record import Append, Terminal
-from tasks.submit import Submitter
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import GenerationJob, WorkerLoad
+from tasks.protocol.record import Append, Terminal
+from tasks.protocol.submit import Submitter
+from tasks.worker.__main__ import actor as actors
+from tasks.worker.actor import Generate, make_generate
+from tasks.worker.engine_loop import Outcome
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, info, job
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tasks import keys
-from tasks.contract import Priority, WorkerLoad
-from tasks.moves import Storing
-from tasks.priorities import PRIORITIES
-from tasks.record import Append, Appended, AppendResult, Idempotency, Refused, Reoffer, Terminal
-from tasks.step_log import StepLog
+from tasks.protocol import keys
+from tasks.protocol.contract import Priority, WorkerLoad
+from tasks.protocol.moves import Storing
+from tasks.protocol.priorities import PRIORITIES
+from tasks.protocol.record import Append, Appended, AppendResult, Idempotency, Refused, Reoffer, Terminal
+from tasks.worker.step_log import StepLog
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, info, job
 
 NUM_REQUESTS = 300
 STREAM_TTL_S = 3_600
 FOR_EVER = {keys.EVENTS}
-"""Capped, and trimmed by the recorder (the table in `tasks.keys`)."""
+"""Capped, and trimmed by the recorder (the table in `tasks.protocol.keys`)."""
 FATES = (
     *("finished", "failed", "stopped", "disconnect", "grace", "poison"),
     *("released", "web died", "refused", "deleted"),

@@ -10,12 +10,12 @@ from dramatiq import get_broker
 from redis.connection import BlockingConnectionPool
 from redis.exceptions import ConnectionError, TimeoutError
 
-from tasks import keys
-from tasks.broker import AssignmentMessage, assignment_message, build_broker
-from tasks.clients import MAX_BLOCK_S, Use, connect
-from tasks.errors import QueueFull
-from tasks.record import Reoffer
-from tasks.submit import Submitter
+from tasks.process.clients import MAX_BLOCK_S, Use, connect
+from tasks.protocol import keys
+from tasks.protocol.broker import AssignmentMessage, assignment_message, build_broker
+from tasks.protocol.errors import QueueFull
+from tasks.protocol.record import Reoffer
+from tasks.protocol.submit import Submitter
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, job
 

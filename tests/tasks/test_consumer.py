@@ -11,12 +11,14 @@ from dramatiq import MessageProxy
 from redis.exceptions import ConnectionError
 
 from decode.scripted import scripted_engine
-from tasks import clients, consumer, keys
-from tasks.broker import assignment_message, build_broker
-from tasks.consumer import AssignmentConsumer
-from tasks.gate import Gate
-from tasks.record import Reoffer
-from tasks.submit import Submitter, wake
+from tasks.process import clients
+from tasks.protocol import keys
+from tasks.protocol.broker import assignment_message, build_broker
+from tasks.protocol.record import Reoffer
+from tasks.protocol.submit import Submitter, wake
+from tasks.worker.__main__ import consumer
+from tasks.worker.consumer import AssignmentConsumer
+from tasks.worker.gate import Gate
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, info, job
 
@@ -332,7 +334,7 @@ def test_without_redis_the_consumer_waits_and_says_so_once(
     assert worker.pauses == 2
     with caplog.at_level("INFO"):
         assert worker.consumer.tick()
-    assert [record.message for record in caplog.records if record.name == "tasks.consumer"] == [
+    assert [record.message for record in caplog.records if record.name == "tasks.worker.consumer"] == [
         "the consumer waits for Redis: away",
         "the consumer goes on after 2 failures",
     ]

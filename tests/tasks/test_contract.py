@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.sampling import SamplingParams, TokenLogprobs
-from tasks import keys
-from tasks.contract import (
+from decode.engine.sampling import SamplingParams, TokenLogprobs
+from tasks.protocol import keys
+from tasks.protocol.contract import (
     ContractError,
     TerminalEvent,
     TokenEvent,

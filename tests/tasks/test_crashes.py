@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from redis import Redis
 
-from tasks import crashes, keys
-from tasks.clients import connect
-from tasks.crashes import KEPT, LATELY_MS, reason_of, recent_crashes, report_crash, told
-from tasks.overview import LiveCell
+from tasks.observe.live import LiveCell
+from tasks.process import crashes
+from tasks.process.clients import connect
+from tasks.process.crashes import KEPT, LATELY_MS, reason_of, recent_crashes, report_crash, told
+from tasks.protocol import keys
 from tests.conftest import RedisServer
 
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from decode.engine import Engine, EngineConfig
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.grammar import Grammars
+from decode.engine.sampling import SamplingParams
+from decode.engine.scheduler import StepPlan
 from decode.errors import DeviceOutOfMemory, IntegrityError
-from decode.grammar import Grammars
-from decode.sampling import SamplingParams
-from decode.scheduler import StepPlan
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate, scripted_vocabulary
-from tasks.contract import GenerationJob
-from tasks.engine_loop import CHECK_EVERY_S, EngineLoop
-from tasks.gate import Gate
-from tasks.publish import Unpublishable
-from tasks.record import Append, Appended, AppendResult, RefusalReason, Refused, Terminal
+from tasks.protocol.contract import GenerationJob
+from tasks.protocol.record import Append, Appended, AppendResult, RefusalReason, Refused, Terminal
+from tasks.worker.engine_loop import CHECK_EVERY_S, EngineLoop
+from tasks.worker.gate import Gate
+from tasks.worker.publish import Unpublishable
 from tests.tasks.cell import job
 
 MAX_MODEL_LEN = 200

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from decode.sampling import Chosen
-from decode.scheduler import StepPlan
-from tasks.engine_loop import EngineLoop
-from tasks.gate import Gate
-from tasks.metrics import (
+from decode.engine.sampling import Chosen
+from decode.engine.scheduler import StepPlan
+from tasks.observe.metrics import (
     ACCEPTED_TOKENS,
     DECODE_TIME,
     DRAFT_TOKENS,
@@ -23,8 +21,10 @@ from tasks.metrics import (
     Metric,
     Sample,
 )
-from tasks.record import Appended
-from tasks.worker_metrics import WorkerMetrics
+from tasks.protocol.record import Appended
+from tasks.worker.engine_loop import EngineLoop
+from tasks.worker.gate import Gate
+from tasks.worker.metrics import WorkerMetrics
 from tests.decode.guesses import repeated
 from tests.tasks.cell import START_MS, job
 from tests.tasks.test_engine_loop import Notes, Runner, engine_around

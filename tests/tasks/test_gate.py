@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from decode.engine.sequence import Sequence
 from decode.scripted import scripted_engine
-from decode.sequence import Sequence
-from tasks.gate import MAX_UNSEEN, Gate
+from tasks.worker.gate import MAX_UNSEEN, Gate
 from tests.tasks.cell import job
 
 

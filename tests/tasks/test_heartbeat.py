@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ConnectionError
 
-from tasks.contract import WorkerInfo, WorkerLoad
-from tasks.heartbeat import Heartbeat
+from tasks.protocol.contract import WorkerInfo, WorkerLoad
+from tasks.worker.heartbeat import Heartbeat
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, info
 
@@ -66,7 +66,7 @@ def test_without_redis_it_keeps_trying_and_says_so_once(
         assert not room.heartbeat.tick()
     with caplog.at_level("INFO"):
         assert room.heartbeat.tick()
-    said = [record.message for record in caplog.records if record.name == "tasks.heartbeat"]
+    said = [record.message for record in caplog.records if record.name == "tasks.worker.heartbeat"]
     assert said == ["Redis is not reachable, trying on: away", "Redis is back after 2 missed heartbeats"]
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from tasks.loading import QUIET_S, WeightsLog, is_ours, load_for, weights_progress
-from tasks.logs import TextLines
-from tasks.settings import WorkerSettings
-from tasks.weights_bar import AFTER_S, EVERY_S, WeightsBar
+from tasks.process.logs import TextLines
+from tasks.process.settings import WorkerSettings
+from tasks.process.weights_bar import AFTER_S, EVERY_S, WeightsBar
+from tasks.worker.loading import QUIET_S, WeightsLog, is_ours, load_for, weights_progress
 from tests.decode.native_reference import tiny_checkpoint
 
 ERASE = "\r\x1b[K"
@@ -158,8 +158,9 @@ def test_a_terminal_that_is_not_ours_is_somebody_else_s() -> None:
 
 LOADER = """
 import logging, os, sys
-from tasks import loading, weights_bar
-from tasks.logs import log_to_stderr
+from tasks.worker.__main__ import loading
+from tasks.process import weights_bar
+from tasks.process.logs import log_to_stderr
 
 os.dup2(os.open(sys.argv[1], os.O_RDWR), 2)  # of a session without one, this becomes the terminal
 form, place = sys.argv[2:]

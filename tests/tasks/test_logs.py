@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tasks.logs import JsonLines, TextLines, log_to_stderr
+from tasks.process.logs import JsonLines, TextLines, log_to_stderr
 
 
 def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:

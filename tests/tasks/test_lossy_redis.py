@@ -12,11 +12,11 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError
 
 from decode.scripted import SCRIPTED_MAX_MODEL_LEN, generate, scripted_engine
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.record import Reoffer, RequestRecords
-from tasks.running_worker import describe_worker, start_worker
-from tasks.submit import Submitter
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.record import Reoffer, RequestRecords
+from tasks.protocol.submit import Submitter
+from tasks.worker.assembly import describe_worker, start_worker
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, job
 

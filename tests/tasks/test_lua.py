@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import tasks.lua
-from tasks.lua import PARTS, Scripts
+import tasks.protocol.lua
+from tasks.protocol.lua import PARTS, Scripts
 from tests.conftest import RedisServer
 
-FOLDER = Path(tasks.lua.__file__).parent / "scripts"
+FOLDER = Path(tasks.protocol.lua.__file__).parent / "scripts"
 BODIES = {path.stem: path.read_text() for path in FOLDER.glob("*.lua")}
 TEXTS = {path.stem: path.read_text() for path in FOLDER.glob("parts/*.lua")}
 

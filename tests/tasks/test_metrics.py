@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.contract import ContractError, GenerationJob
-from tasks.metrics import (
+from decode.engine.sampling import SamplingParams
+from tasks.observe.board import FRESH_MS, KEEP_MS, MetricsBoard, MetricsWriter
+from tasks.observe.metrics import (
     DECODE_TIME,
     ENDED,
     FENCED,
@@ -27,9 +26,10 @@ from tasks.metrics import (
     Metric,
     unpack,
 )
-from tasks.metrics_board import FRESH_MS, KEEP_MS, MetricsBoard, MetricsWriter
-from tasks.moves import Append, Appended, Refused, Terminal
-from tasks.worker_metrics import AttemptTimes, WorkerMetrics
+from tasks.protocol import keys
+from tasks.protocol.contract import ContractError, GenerationJob
+from tasks.protocol.moves import Append, Appended, Refused, Terminal
+from tasks.worker.metrics import AttemptTimes, WorkerMetrics
 from tests.conftest import RedisServer
 from tests.tasks.cell import Cell
 
@@ -146,7 +146,7 @@ class TestBoard:
 def test_a_writer_says_once_that_redis_is_away_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     import fakeredis
 
-    from tasks.clients import connect_fake
+    from tasks.process.clients import connect_fake
 
     server = fakeredis.FakeServer()
     redis = connect_fake(server, use="short")

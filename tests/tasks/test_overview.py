@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decode.sampling import SamplingParams
-from tasks import keys
-from tasks.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
-from tasks.overview import MAX_WAITING_SHOWN, LiveCell, LiveRequest, Overview
-from tasks.record import Append, RequestRecords
+from decode.engine.sampling import SamplingParams
+from tasks.observe.live import MAX_WAITING_SHOWN, LiveCell, LiveRequest, Overview
+from tasks.protocol import keys
+from tasks.protocol.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
+from tasks.protocol.record import Append, RequestRecords
 from tests.conftest import RedisServer
 
 NOW_MS = 1_000_000

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from decode.config import ModelConfig, Rope
-from tasks.preflight import PreflightRefused, Reading, Thresholds, examine, memory_needed_mb, read_machine, require
-from tasks.settings import SettingsError
+from decode.checkpoint.config import ModelConfig, Rope
+from tasks.process.preflight import (
+    PreflightRefused,
+    Reading,
+    Thresholds,
+    examine,
+    memory_needed_mb,
+    read_machine,
+    require,
+)
+from tasks.process.settings import SettingsError
 
 FINE = Reading(available_memory_mb=8000, total_swap_mb=0, free_swap_mb=0, load_per_cpu=0.5)
 LIMITS = Thresholds(min_memory_mb=2000)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks import keys
-from tasks.broker import AssignmentMessage, build_broker
-from tasks.contract import Priority
-from tasks.lua import Scripts
-from tasks.priorities import HEAD_START_MS, PRIORITIES, served_first, up_to
-from tasks.settings import WebSettings
+from tasks.process.settings import WebSettings
+from tasks.protocol import keys
+from tasks.protocol.broker import AssignmentMessage, build_broker
+from tasks.protocol.contract import Priority
+from tasks.protocol.lua import Scripts
+from tasks.protocol.priorities import HEAD_START_MS, PRIORITIES, served_first, up_to
 from tests.conftest import RedisServer
 
 M = "m"

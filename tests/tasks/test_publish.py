@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 from redis.exceptions import ConnectionError, OutOfMemoryError, RedisError, ResponseError
 
-from tasks import keys
-from tasks.contract import unpack_step
-from tasks.moves import LoggedStep, Published
-from tasks.publish import MAX_UNPUBLISHED_STEPS, Publisher, Unpublishable
-from tasks.record import Append, Appended, AppendResult, Refused, RequestRecords, Terminal
+from tasks.protocol import keys
+from tasks.protocol.contract import unpack_step
+from tasks.protocol.moves import LoggedStep, Published
+from tasks.protocol.record import Append, Appended, AppendResult, Refused, RequestRecords, Terminal
+from tasks.worker.publish import MAX_UNPUBLISHED_STEPS, Publisher, Unpublishable
 from tests.conftest import RedisServer
 from tests.tasks.cell import Cell
 

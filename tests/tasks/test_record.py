@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from decode.sampling import TokenLogprobs
-from tasks import keys
-from tasks.contract import ContractError, TerminalEvent, TokenEvent, WorkerLoad, pack_logprobs
-from tasks.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
-from tasks.record import Append, Appended, Refused, Reoffer, Terminal
+from decode.engine.sampling import TokenLogprobs
+from tasks.protocol import keys
+from tasks.protocol.contract import ContractError, TerminalEvent, TokenEvent, WorkerLoad, pack_logprobs
+from tasks.protocol.errors import FingerprintMismatch, NoWorker, QueueFull, Stale
+from tasks.protocol.record import Append, Appended, Refused, Reoffer, Terminal
 from tests.conftest import RedisServer
 from tests.tasks.cell import LEASE_MS, START_MS, Cell, info, job
 

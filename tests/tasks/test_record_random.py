@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tasks.errors import Stale
-from tasks.record import Appended, Failed, Refused, Reoffer
+from tasks.protocol.errors import Stale
+from tasks.protocol.record import Appended, Failed, Refused, Reoffer
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell
 

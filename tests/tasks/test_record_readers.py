@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasks import keys
-from tasks.record import READER_LEASE_MS, Cancelled, Reoffer
+from tasks.protocol import keys
+from tasks.protocol.record import READER_LEASE_MS, Cancelled, Reoffer
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell
 

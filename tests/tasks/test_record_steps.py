@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tasks import keys
-from tasks.contract import TerminalEvent, TokenEvent, entry_id, pack_source, pack_step, unpack_step
-from tasks.moves import LoggedStep, Published
-from tasks.record import Append, Appended, Failed, Refused, Reoffer, Terminal
-from tasks.step_log import FLUSH_AFTER, StepLog
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, TokenEvent, entry_id, pack_source, pack_step, unpack_step
+from tasks.protocol.moves import LoggedStep, Published
+from tasks.protocol.record import Append, Appended, Failed, Refused, Reoffer, Terminal
+from tasks.worker.step_log import FLUSH_AFTER, StepLog
 from tests.conftest import RedisServer
 from tests.tasks.cell import LEASE_MS, MODEL, Cell
 from tests.tasks.visible import visible_tokens

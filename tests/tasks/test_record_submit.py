@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks import keys
-from tasks.contract import Priority
-from tasks.errors import IdempotencyConflict, QueueFull, Stale
-from tasks.record import (
+from tasks.protocol import keys
+from tasks.protocol.contract import Priority
+from tasks.protocol.errors import IdempotencyConflict, QueueFull, Stale
+from tasks.protocol.record import (
     FORESTALL_MS,
     IDEMPOTENT_GRACE_MS,
     MAX_RETRY_AFTER_S,

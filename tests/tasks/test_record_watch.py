@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tasks import keys
-from tasks.contract import WorkerLoad
-from tasks.record import LEASE_CHECK_MS, Failed, Reoffer
+from tasks.protocol import keys
+from tasks.protocol.contract import WorkerLoad
+from tasks.protocol.record import LEASE_CHECK_MS, Failed, Reoffer
 from tests.conftest import RedisServer
 from tests.tasks.cell import LEASE_MS, MODEL, Cell, info
 

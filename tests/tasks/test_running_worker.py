@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from decode.engine import Engine, EngineConfig
-from decode.scheduler import StepPlan
+from decode.engine.engine import Engine, EngineConfig
+from decode.engine.scheduler import StepPlan
 from decode.scripted import ScriptedRunner, generate
-from tasks import keys
-from tasks.broker import assignment_message, build_broker
-from tasks.contract import GenerationJob, TerminalEvent
-from tasks.record import Failed, Reoffer
-from tasks.running_worker import RunningWorker, describe_worker, start_worker
-from tasks.submit import Submitter
+from tasks.protocol import keys
+from tasks.protocol.broker import assignment_message, build_broker
+from tasks.protocol.contract import GenerationJob, TerminalEvent
+from tasks.protocol.record import Failed, Reoffer
+from tasks.protocol.submit import Submitter
+from tasks.worker.assembly import RunningWorker, describe_worker, start_worker
 from tests.conftest import RedisServer
 from tests.tasks.cell import MODEL, Cell, job
 from tests.tasks.visible import has_ended, visible_tokens

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from decode import factory
-from tasks import settings
-from tasks.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, num_workers
+from tasks.process import settings
+from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, num_workers
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

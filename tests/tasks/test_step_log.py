@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode.sampling import TokenLogprobs
-from tasks.contract import pack_logprobs, unpack_step
-from tasks.moves import LoggedStep, Published
-from tasks.record import Append, Appended, AppendResult, Refused, Reoffer, Terminal
-from tasks.step_log import FLUSH_AFTER, Plan, StepLog
+from decode.engine.sampling import TokenLogprobs
+from tasks.protocol.contract import pack_logprobs, unpack_step
+from tasks.protocol.moves import LoggedStep, Published
+from tasks.protocol.record import Append, Appended, AppendResult, Refused, Reoffer, Terminal
+from tasks.worker.step_log import FLUSH_AFTER, Plan, StepLog
 from tests.conftest import RedisServer
 from tests.tasks.cell import Cell
 from tests.tasks.visible import has_ended, visible_tokens

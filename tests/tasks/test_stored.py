@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasks import keys
-from tasks.moves import Storing
+from tasks.protocol import keys
+from tasks.protocol.moves import Storing
 from tests.conftest import RedisServer
 from tests.tasks.cell import Cell, job
 

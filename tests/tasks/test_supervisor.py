@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tasks.supervisor import EXIT_CANNOT_SERVE, FIRST_PAUSE_S, LONG_LIFE_S, MAX_PAUSE_S, Supervisor
+from tasks.process.supervisor import EXIT_CANNOT_SERVE, FIRST_PAUSE_S, LONG_LIFE_S, MAX_PAUSE_S, Supervisor
 
 
 class Child:

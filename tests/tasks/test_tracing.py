@@ -11,12 +11,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from decode.sampling import SamplingParams
-from tasks.contract import GenerationJob, decode_job, encode_job
-from tasks.metrics import Meter
-from tasks.settings import SettingsError
-from tasks.tracing import OFF, OtelTracer, open_tracer
-from tasks.worker_metrics import AttemptTimes, WorkerMetrics
+from decode.engine.sampling import SamplingParams
+from tasks.observe.metrics import Meter
+from tasks.process.settings import SettingsError
+from tasks.process.tracing import OFF, OtelTracer, open_tracer
+from tasks.protocol.contract import GenerationJob, decode_job, encode_job
+from tasks.worker.metrics import AttemptTimes, WorkerMetrics
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -38,7 +38,7 @@ def job(traceparent: str) -> GenerationJob:
 
 def test_nothing_of_it_is_imported_unless_it_is_configured() -> None:
     # redis-py imports the SDK where it is there, but no exporter.
-    code = "import sys, app.main, tasks.running_worker; sys.exit('opentelemetry.exporter' in sys.modules)"
+    code = "import sys, app.main, tasks.worker.assembly; sys.exit('opentelemetry.exporter' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert open_tracer({}, "web", "p") is OFF
     assert OFF.begin("GET", PARENT).traceparent == ""

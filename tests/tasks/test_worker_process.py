@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from decode.scripted import SCRIPTED_MAX_MODEL_LEN, generate
-from tasks import keys
-from tasks.broker import build_broker
-from tasks.clients import connect
-from tasks.contract import GenerationJob, TerminalEvent, TokenEvent, WorkerInfo, decode_entry
-from tasks.overview import LiveCell
-from tasks.record import Reoffer, RequestRecords
-from tasks.submit import Submitter
-from tasks.supervisor import EXIT_CANNOT_SERVE
+from tasks.observe.live import LiveCell
+from tasks.process.clients import connect
+from tasks.process.supervisor import EXIT_CANNOT_SERVE
+from tasks.protocol import keys
+from tasks.protocol.broker import build_broker
+from tasks.protocol.contract import GenerationJob, TerminalEvent, TokenEvent, WorkerInfo, decode_entry
+from tasks.protocol.record import Reoffer, RequestRecords
+from tasks.protocol.submit import Submitter
 from tests.tasks.cell import job
-from tokenferry.valkey import Valkey
+from tokenferry.cell.valkey import Valkey
 
 WAIT_S = 20.0
 MODEL = "scripted"

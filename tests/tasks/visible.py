@@ -6,8 +6,8 @@ from typing import Any
 
 from redis import Redis
 
-from tasks import keys
-from tasks.contract import TerminalEvent, decode_entry, unpack_step
+from tasks.protocol import keys
+from tasks.protocol.contract import TerminalEvent, decode_entry, unpack_step
 
 
 def visible_tokens(redis: Redis, request_id: str) -> list[int]:

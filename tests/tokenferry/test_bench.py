@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tokenferry.bench import bench, plot
+from tokenferry.cell.one_process import open_server
 from tokenferry.cli import build_parser, main
+from tokenferry.commands.bench import bench, plot
 from tokenferry.errors import ForPeople
 from tokenferry.load import Target
-from tokenferry.server import open_server
 
 URL = "http://127.0.0.1:8080/v1"
 

@@ -10,9 +10,9 @@ import openai
 import pytest
 from rich.console import Console
 
-from tokenferry.chat import choose_model, converse
-from tokenferry.chat import run as run_chat
-from tokenferry.server import LocalServer, open_server
+from tokenferry.cell.one_process import LocalServer, open_server
+from tokenferry.commands.chat import choose_model, converse
+from tokenferry.commands.chat import run as run_chat
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from tasks import keys
-from tasks.crashes import report_crash
+from tasks.process.crashes import report_crash
+from tasks.protocol import keys
 from tests.bridge.cell import MODEL, Cell
 from tests.conftest import RedisServer
+from tokenferry.cell.one_process import open_server
 from tokenferry.cli import main
-from tokenferry.doctor import (
+from tokenferry.commands.doctor import (
     Finding,
     check_cell,
     check_checkpoint,
@@ -32,7 +33,6 @@ from tokenferry.doctor import (
     graded,
     show_doctor,
 )
-from tokenferry.server import open_server
 
 GOOD = {"redis_version": "7.2.4", "aof_enabled": 1, "maxmemory_policy": "noeviction", "maxmemory": 0}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from bridge.catalog import Catalog, Position
-from bridge.facts import Fact, fold
+from bridge.catalog.catalog import Catalog, Position
+from bridge.catalog.facts import Fact, fold
 from tokenferry.cli import main
+from tokenferry.commands.history import History, Wanted, duration_ms, show_requests
 from tokenferry.errors import ForPeople
-from tokenferry.history import History, Wanted, duration_ms, show_requests
 
 NOW_MS = 1_800_000_000_000
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.supervisor import EXIT_CANNOT_SERVE
-from tokenferry.processes import web_environ
+from tasks.process.supervisor import EXIT_CANNOT_SERVE
+from tokenferry.cell.processes import web_environ
 
 
 @pytest.mark.parametrize(

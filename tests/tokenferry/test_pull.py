@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from decode import registry
-from decode.registry import HUB_COMPLETE, ModelDamaged, Package, UnknownModel, model_dir, resolve
+from decode.checkpoint import names as registry
+from decode.checkpoint.names import HUB_COMPLETE, ModelDamaged, Package, UnknownModel, model_dir, resolve
 from tests.models import tiny_model
 from tokenferry.pull import PullFailed, Quiet, TermsNotAccepted, check, pull
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenferry.serve import variant_and_why
+from tokenferry.commands.serve import variant_and_why
 
 
 @pytest.mark.parametrize(

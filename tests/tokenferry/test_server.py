@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tasks.settings import SettingsError
+from tasks.process.settings import SettingsError
+from tokenferry.cell.one_process import LocalServer, open_server
 from tokenferry.errors import ForPeople
-from tokenferry.server import LocalServer, open_server
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
-from bridge.catalog import Catalog
-from bridge.recorder import Recorder
-from tasks import keys
+from bridge.catalog.catalog import Catalog
+from bridge.catalog.recorder import Recorder
+from tasks.protocol import keys
 from tests.bridge.cell import Cell
 from tests.conftest import RedisServer
+from tokenferry.commands.timeline import Lives, lines_of, moments, show_request
 from tokenferry.errors import ForPeople
-from tokenferry.timeline import Lives, lines_of, moments, show_request
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import pytest
 from redis.exceptions import ConnectionError
 from rich.console import Console
 
-from tasks.contract import WorkerInfo, WorkerLoad
-from tasks.crashes import Crashes
-from tasks.overview import LiveCell, LiveRequest, LiveWorker, Overview, Queue
+from tasks.observe.live import LiveCell, LiveRequest, LiveWorker, Overview, Queue
+from tasks.process.crashes import Crashes
+from tasks.protocol.contract import WorkerInfo, WorkerLoad
 from tests.bridge.cell import Cell
 from tests.conftest import RedisServer
+from tokenferry.commands.top import MAX_SHOWN, picture, show_top, tokens_per_s
 from tokenferry.errors import ForPeople
-from tokenferry.top import MAX_SHOWN, picture, show_top, tokens_per_s
 
 INFO = WorkerInfo("w1", 1, "h", "cpu", "m", "f", "q4", 1000, 8, 1600, 0)
 LOAD = WorkerLoad(num_running=3, num_waiting=1, num_free_blocks=25, num_blocks=100, last_step_ms=9_990)

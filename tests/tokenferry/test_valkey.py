@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tokenferry.valkey import Valkey, ValkeyError, keep_running
+from tokenferry.cell.valkey import Valkey, ValkeyError, keep_running
 
 
 def client(valkey: Valkey) -> redis.Redis:

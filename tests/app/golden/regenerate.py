@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoint import Checkpoint, GgufTokenizer, open_checkpoint
-from decode.vocabulary import BYTE_OF
+from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, open_checkpoint
+from decode.checkpoint.vocabulary import BYTE_OF
 from tests.app.corpus import CHATS, FORGERIES, TEXTS
 
 

@@ -1,0 +1,229 @@
+"""The answers that are under way in this web process, and how generations are read, left and ended from here.
+
+Owns the set of open answers (for the drain) and what still has to be told to Redis. Refuses to know what an answer
+looks like. Telling is a Redis call, so it runs in a worker thread, and is tried again until Redis has taken it: a
+generation that nobody reads must not run on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Executor, wait
+from typing import Protocol
+
+from redis.exceptions import RedisError
+
+from app.errors import ShuttingDown, shutting_down
+from bridge.streams.choices import ChoiceStreams
+from tasks.observe.metrics import OPEN_STREAMS, Meter, count_end
+from tasks.protocol.contract import EndState
+
+logger = logging.getLogger(__name__)
+
+
+class Records(Protocol):
+    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
+
+    def close(self, request_id: str, state: EndState, reason: str) -> bool: ...
+    def forestall(self, request_ids: Sequence[str]) -> None: ...
+    def attach(self, request_ids: Sequence[str], reader: str) -> list[bool]: ...
+    def detach(self, request_ids: Sequence[str], reader: str) -> list[str]: ...
+
+
+class Closer:
+    """Ends and leaves generations without blocking the event loop.
+
+    Redis knows web processes as readers, not clients: a generation is left when its last client here has gone.
+    """
+
+    def __init__(self, records: Records, reader_id: str, pool: Executor, meter: Meter) -> None:
+        self._records = records
+        self._reader_id = reader_id
+        self._pool = pool
+        self._meter = meter
+        self._closing: dict[str, tuple[EndState, str, str]] = {}
+        """How, and of which model."""
+        self._leaving: dict[str, str] = {}
+        """Of which model."""
+        self._unsure: set[str] = set()
+        """What was submitted without an answer, and may arrive later."""
+        self._num_clients = Counter[str]()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._closing) + len(self._leaving)
+
+    @property
+    def num_reading(self) -> int:
+        """Generations that clients of this process read."""
+        return len(self._num_clients)
+
+    def give_up_soon(self, request_ids: Sequence[str], model: str, *, may_be_asked_again: bool) -> None:
+        """Nobody knows whether these are on offer, or will be. What is waits a while for whom asks again."""
+        self._unsure.update(request_ids)
+        if may_be_asked_again:
+            self.leave_soon(request_ids, model)
+            return
+        for request_id in request_ids:
+            self.close_soon(request_id, "cancelled", "not_accepted", model)
+
+    def close_soon(self, request_id: str, state: EndState, reason: str, model: str = "") -> None:
+        self._closing[request_id] = (state, reason, model)
+        self._pool.submit(self._close, request_id)
+
+    def leave_soon(self, request_ids: Sequence[str], model: str = "") -> None:
+        self._leaving.update(dict.fromkeys(request_ids, model))
+        self._pool.submit(self._leave, request_ids)
+
+    def begin_reading(self, request_ids: Sequence[str]) -> None:
+        """A client of this process reads these from now on, until `end_reading`."""
+        self._num_clients.update(request_ids)
+
+    def end_reading(self, request_ids: Sequence[str]) -> None:
+        self._num_clients.subtract(request_ids)
+        for request_id in request_ids:
+            if self._num_clients[request_id] <= 0:
+                del self._num_clients[request_id]
+
+    def attach(self, request_ids: Sequence[str]) -> None:
+        """Makes this process a reader; call after `begin_reading`. Blocking. Raises RedisError."""
+        self._records.attach(request_ids, self._reader_id)
+
+    def retry(self) -> None:
+        """Tries again what Redis did not take. To be called every second or so."""
+        for request_id in list(self._closing):
+            self._pool.submit(self._close, request_id)
+        if self._leaving:
+            self._pool.submit(self._leave, list(self._leaving))
+
+    def shut_down(self, timeout_s: float) -> None:
+        """Waits for what is being told, at most `timeout_s`. Blocking."""
+        calls = [self._pool.submit(self._close, request_id) for request_id in list(self._closing)]
+        calls += [self._pool.submit(self._leave, list(self._leaving))]
+        wait(calls, timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _close(self, request_id: str) -> None:
+        if (end := self._closing.get(request_id)) is None:
+            return
+        state, reason, model = end
+        try:
+            self._forestall([request_id])
+            has_ended = self._records.close(request_id, state, reason)
+        except RedisError as error:
+            logger.warning("%s not closed yet (%s, %s): %s", request_id, state, reason, error)
+            return
+        self._closing.pop(request_id, None)
+        if has_ended:
+            count_end(self._meter, model, state, reason)
+
+    def _leave(self, request_ids: Sequence[str]) -> None:
+        left = [request_id for request_id in request_ids if request_id in self._leaving]
+        if not left:
+            return
+        try:
+            self._forestall(left)
+            if unread := [request_id for request_id in left if request_id not in self._num_clients]:
+                for request_id in self._records.detach(unread, self._reader_id):
+                    count_end(self._meter, self._leaving.get(request_id, ""), "cancelled", "disconnect")
+                # A client may have come in the meantime; if not before the end, it is told of the end.
+                if read := [request_id for request_id in unread if request_id in self._num_clients]:
+                    self._records.attach(read, self._reader_id)
+        except RedisError as error:
+            logger.warning("%s not left yet: %s", left[0], error)
+            return
+        for request_id in left:
+            self._leaving.pop(request_id, None)
+
+    def _forestall(self, request_ids: Sequence[str]) -> None:
+        if unsure := [request_id for request_id in request_ids if request_id in self._unsure]:
+            self._records.forestall(unsure)
+            self._unsure.difference_update(unsure)
+
+
+class Reading:
+    """One client's part in the choices of one answer (`bridge.streams.relay.Control`)."""
+
+    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str) -> None:
+        self._closer = closer
+        self._choice_ids = choice_ids
+        self._model = model
+        self._is_over = False
+        closer.begin_reading(choice_ids)
+
+    def close(self, choice: int, state: EndState, reason: str) -> None:
+        self._closer.close_soon(self._choice_ids[choice], state, reason, self._model)
+
+    def leave(self, choices: Sequence[int]) -> None:
+        self.end()
+        self._closer.leave_soon([self._choice_ids[choice] for choice in choices], self._model)
+
+    def end(self) -> None:
+        """This client reads no more. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._closer.end_reading(self._choice_ids)
+
+
+class Minding:
+    """Somebody who only looks for the end (`bridge.streams.relay.Control`): nothing depends on his reading."""
+
+    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str) -> None:
+        self._closer = closer
+        self._choice_ids = choice_ids
+        self._model = model
+
+    def close(self, choice: int, state: EndState, reason: str) -> None:
+        self._closer.close_soon(self._choice_ids[choice], state, reason, self._model)
+
+    def leave(self, choices: Sequence[int]) -> None:
+        """Leaves the answer to itself."""
+
+
+class OpenAnswers:
+    """What is being sent to a client and is not over."""
+
+    def __init__(self, meter: Meter) -> None:
+        meter.ask(OPEN_STREAMS, value=lambda: len(self._open))
+        self.is_draining = False
+        self._is_drained = False
+        self._open: set[ChoiceStreams] = set()
+        self._emptied: asyncio.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def check_accepting(self) -> None:
+        """Raises ApiError once the drain has begun."""
+        if self.is_draining:
+            raise shutting_down()
+
+    def add(self, streams: ChoiceStreams) -> None:
+        self._open.add(streams)
+        if self._is_drained:
+            # Admitted while the drain ended: it would be cut off without a word.
+            streams.fail(ShuttingDown())
+
+    def discard(self, streams: ChoiceStreams) -> None:
+        self._open.discard(streams)
+        if self._emptied is not None and not self._open:
+            self._emptied.set()
+
+    async def drain(self, budget_s: float) -> None:
+        """Accepts nothing more; lets open answers finish within the budget, then ends them with an error event."""
+        self.is_draining = True
+        if self._open:
+            await self._empty(budget_s)
+        self._is_drained = True
+        for streams in list(self._open):
+            streams.fail(ShuttingDown())
+
+    async def _empty(self, budget_s: float) -> None:
+        self._emptied = asyncio.Event()
+        try:
+            await asyncio.wait_for(self._emptied.wait(), budget_s)
+        except TimeoutError:
+            logger.info("%d answers did not finish within %g s", len(self._open), budget_s)
