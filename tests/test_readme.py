@@ -101,7 +101,9 @@ def inline_commands() -> Iterator[Line]:
 
 LINES = sorted({*command_lines(), *inline_commands()}, key=str)
 INLINE = sorted({command for text in DOCUMENTS.values() for command in re.findall(r"`tokenferry (\w[^`]*)`", text)})
-NAMED_TESTS = sorted({found for text in DOCUMENTS.values() for found in re.findall(r"`(\w+/\w+)::(test_\w+)`", text)})
+NAMED_TESTS = sorted(
+    {found for text in DOCUMENTS.values() for found in re.findall(r"`(\w+(?:/\w+)+)::(test_\w+)`", text)}
+)
 NAMED_CODE = sorted(
     {found for text in DOCUMENTS.values() for found in re.findall(r"\[`([\w.]+)`\]\([\w/.]+\.py\) `([\w.]+)`", text)}
 )

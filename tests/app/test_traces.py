@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.app.web import HELLO, MODEL, Web, run
-from tests.tasks.test_tracing import PARENT, Recorded
+from tests.tasks.process.test_tracing import PARENT, Recorded
 from tokenferry.cell.one_process import open_server
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench.growth import Growth, by_concurrency, by_context, by_workers, drops, engine_for, plot, table
 from bench.plot import Panel, ceiling, svg
-from tests.decode.native_reference import tiny_checkpoint
+from tests.decode.native.reference import tiny_checkpoint
 
 EVEN = Growth(
     concurrency=[(1, 100.0), (2, 180.0), (4, 300.0)],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.quality import Scores, judge, main, opened, report, table, windows
-from tests.decode.native_reference import VOCAB, ReferenceDecoder, tiny_checkpoint
+from tests.decode.native.reference import VOCAB, ReferenceDecoder, tiny_checkpoint
 
 WINDOW = [(5 * i * i + i + 3) % VOCAB for i in range(40)]
 

@@ -20,7 +20,7 @@ from decode.native.build import NativeUnavailable
 from decode.native.runner import MAX_DRAFT_ROWS
 from decode.oracle.runner import TorchModelRunner
 from tests.decode.decoding import run
-from tests.decode.native_reference import cache_dir, tiny_checkpoint
+from tests.decode.native.reference import cache_dir, tiny_checkpoint
 from tests.decode.tiny_models import open_tiny
 
 

@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parent.parent
 README = (Path(__file__).parent / "README.md").read_text()
-NAMED = sorted(set(re.findall(r"`(\w+/\w+)::(test_\w+)`", README)))
+NAMED = sorted(set(re.findall(r"`(\w+(?:/\w+)+)::(test_\w+)`", README)))
 
 
 @pytest.mark.parametrize(("module", "name"), NAMED, ids=[name for _, name in NAMED])

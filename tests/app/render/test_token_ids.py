@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.app.test_http_stream import bytes_edge
-from tests.app.test_http_stream import run as run_both_ways
-from tests.app.test_http_tools import HERMES_EDGE, PARIS, THINKING_EDGE, TOOLS, answered
-from tests.app.test_openapi import matches
+from tests.app.endpoints.test_stream import bytes_edge
+from tests.app.endpoints.test_stream import run as run_both_ways
+from tests.app.endpoints.test_tools import HERMES_EDGE, PARIS, THINKING_EDGE, TOOLS, answered
+from tests.app.reference.test_openapi import matches
 from tests.app.web import EOS, HELLO, ID, MODEL, Exchange, Web, run
 
 PROMPT = list(b"user: hi\nassistant:")

@@ -18,7 +18,7 @@ from decode.native.build import NativeUnavailable
 from decode.native.model import PHASES, StepArrays
 from decode.native.runner import MAX_DRAFT_ROWS, NativeModelRunner, native_execution, step_arrays
 from tests.decode.guesses import guesses_of
-from tests.decode.native_reference import FAMILY_NAMES, VOCAB, ReferenceDecoder, runner, tiny_checkpoint
+from tests.decode.native.reference import FAMILY_NAMES, VOCAB, ReferenceDecoder, runner, tiny_checkpoint
 
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB for i in range(90)]
 

@@ -74,7 +74,7 @@ def test_every_view_answers_over_an_empty_catalog_too(view: str, tmp_path: Path)
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_documented(view: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "catalog.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "catalog.md").read_text()
     assert f"`{view}`" in page
 
 

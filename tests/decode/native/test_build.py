@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decode.native.build import NativeUnavailable, build_native
-from tests.decode.native_reference import cache_dir, library
+from tests.decode.native.reference import cache_dir, library
 
 
 def test_a_second_build_takes_the_library_from_the_cache() -> None:

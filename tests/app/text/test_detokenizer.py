@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.text.detokenizer import Detokenizer, TokenTexts
-from tests.app.test_stop_strings import cut
+from tests.app.text.test_stop_strings import cut
 
 _BYTES = st.one_of(
     st.binary(max_size=4),

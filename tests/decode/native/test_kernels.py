@@ -17,7 +17,7 @@ from decode.native.pack import BLOCK, pack
 from decode.native.weights import Matrix
 from decode.oracle.sampler import SampleRow
 from decode.oracle.sampler import sample as sample_rows
-from tests.decode.native_reference import library
+from tests.decode.native.reference import library
 
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "Q6_K")
 

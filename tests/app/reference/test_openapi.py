@@ -20,7 +20,7 @@ from app.reference.openapi import OPERATIONS, body_schema, document
 from app.reference.shapes import SCHEMAS
 from tests.app.web import HELLO, MODEL, Web, run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLES = {
     "chat": CHAT_FIELDS,
     "completions": COMPLETION_FIELDS,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decode.native.weights import NativeWeights, load_weights
-from tests.decode.native_reference import tiny_checkpoint
+from tests.decode.native.reference import tiny_checkpoint
 
 
 def load(folder: Path, content_hash: str = "x", *, eight_bit: bool = False) -> tuple[NativeWeights, int]:

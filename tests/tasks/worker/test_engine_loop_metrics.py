@@ -27,7 +27,7 @@ from tasks.worker.gate import Gate
 from tasks.worker.metrics import WorkerMetrics
 from tests.decode.guesses import repeated
 from tests.tasks.cell import START_MS, job
-from tests.tasks.test_engine_loop import Notes, Runner, engine_around
+from tests.tasks.worker.test_engine_loop import Notes, Runner, engine_around
 
 STEP_S = 0.25
 

@@ -9,8 +9,8 @@ import pytest
 from app.answers import delivery as answering
 from app.answers.admission import choice_seed
 from decode.engine.sampling import TokenLogprobs
-from tests.app.test_http_stream import bytes_edge
-from tests.app.test_http_stream import run as run_both_ways
+from tests.app.endpoints.test_stream import bytes_edge
+from tests.app.endpoints.test_stream import run as run_both_ways
 from tests.app.web import EOS, MODEL, NUM_PROMPT_TOKENS, Inline, Web, end_of, run
 
 USAGE = {"include_usage": True}

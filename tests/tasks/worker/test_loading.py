@@ -18,7 +18,7 @@ from tasks.process.logs import TextLines
 from tasks.process.settings import WorkerSettings
 from tasks.process.weights_bar import AFTER_S, EVERY_S, WeightsBar
 from tasks.worker.loading import QUIET_S, WeightsLog, is_ours, load_for, weights_progress
-from tests.decode.native_reference import tiny_checkpoint
+from tests.decode.native.reference import tiny_checkpoint
 
 ERASE = "\r\x1b[K"
 WAIT_S = 30

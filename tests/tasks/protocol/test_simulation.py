@@ -1,6 +1,6 @@
 """Schedules of the whole cell under logical time (`tests.tasks.simulation`): each seed is one, and replays.
 
-`SIMULATION_SCHEDULES=5000 SIMULATION_SEED=1000 pytest tests/tasks/test_simulation.py` runs others, and more.
+`SIMULATION_SCHEDULES=5000 SIMULATION_SEED=1000 pytest tests/tasks/protocol/test_simulation.py` runs others, and more.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from decode.engine.sequence import Sequence
 from decode.errors import DeviceOutOfMemory
 from decode.oracle.runner import TorchModelRunner
 from decode.scripted import SCRIPTED_EOS_TOKEN_ID, ScriptedRunner, generate, scripted_vocabulary
-from tests.decode.native_reference import VOCAB, runner, tiny_checkpoint
+from tests.decode.native.reference import VOCAB, runner, tiny_checkpoint
 from tests.decode.tiny_models import open_tiny
 
 NUM_BLOCKS = 48

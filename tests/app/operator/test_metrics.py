@@ -276,7 +276,7 @@ def test_a_client_that_leaves_early_is_told_from_one_that_has_all(caplog: pytest
 
 
 def test_the_page_has_the_table_of_now() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs/metrics.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
     assert page == with_table(page), "python -m app.reference.metrics docs/metrics.md"
     assert page.count("| histogram |") > 5
     with pytest.raises(ValueError, match="the page needs the lines"):
