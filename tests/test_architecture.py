@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,11 @@ def test_the_http_edge_takes_little_of_decode() -> None:
         module for module in taken if any(module == ok or module.startswith(f"{ok}.") for ok in APP_MAY_USE_OF_DECODE)
     }
     assert taken == known
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = Counter(str(Path(name).parent) for name, _ in modules(*ROOMS) if Path(name).name != "__init__.py")
+    assert {folder: count for folder, count in folders.items() if count > 12} == {}
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
