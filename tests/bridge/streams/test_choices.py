@@ -10,7 +10,7 @@ from bridge.streams.choices import ChoiceStreams, open_streams
 from bridge.streams.relay import ClientGone
 from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import TokenEvent
-from tests.bridge.streams import Streams, run
+from tests.bridge.reading import Streams, run
 from tests.conftest import RedisServer
 
 

@@ -12,7 +12,7 @@ from bridge.streams.collect import EndedEarly, collect
 from bridge.streams.relay import ClientGone
 from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import EndState, TerminalEvent, TokenEvent
-from tests.bridge.streams import Streams, run
+from tests.bridge.reading import Streams, run
 from tests.conftest import RedisServer
 
 

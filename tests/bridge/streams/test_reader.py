@@ -16,7 +16,7 @@ from tasks.process.clients import BLOCKING_GRACE_S
 from tasks.protocol import keys
 from tasks.protocol.contract import TerminalEvent, TokenEvent, entry_id, pack_logprobs, pack_tokens
 from tasks.protocol.record import READER_LEASE_MS
-from tests.bridge.streams import Streams, ready, run
+from tests.bridge.reading import Streams, ready, run
 from tests.conftest import RedisServer
 
 

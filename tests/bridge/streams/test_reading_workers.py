@@ -15,7 +15,7 @@ from tasks.protocol import keys
 from tasks.protocol.record import Append, AppendResult, Refused, Terminal
 from tasks.worker.publish import Publisher, Unpublishable
 from tests.bridge.cell import FINGERPRINT, Cell
-from tests.bridge.streams import Streams, Taker, run
+from tests.bridge.reading import Streams, Taker, run
 from tests.conftest import RedisServer
 from tests.tasks.visible import visible_tokens
 

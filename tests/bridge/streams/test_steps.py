@@ -10,7 +10,7 @@ import pytest
 from bridge.streams.subscription import Subscription
 from tasks.protocol import keys
 from tasks.protocol.contract import TerminalEvent, TokenEvent
-from tests.bridge.streams import Streams, Taker, ready, run, tokens
+from tests.bridge.reading import Streams, Taker, ready, run, tokens
 from tests.conftest import RedisServer
 
 

@@ -15,7 +15,7 @@ from tasks.protocol.broker import build_broker
 from tasks.protocol.contract import GenerationJob, WorkerLoad
 from tasks.protocol.record import Append, Terminal
 from tasks.protocol.submit import Submitter
-from tasks.worker.__main__ import actor as actors
+from tasks.worker import actor as actors
 from tasks.worker.actor import Generate, make_generate
 from tasks.worker.engine_loop import Outcome
 from tests.conftest import RedisServer

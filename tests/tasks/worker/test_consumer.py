@@ -16,7 +16,7 @@ from tasks.protocol import keys
 from tasks.protocol.broker import assignment_message, build_broker
 from tasks.protocol.record import Reoffer
 from tasks.protocol.submit import Submitter, wake
-from tasks.worker.__main__ import consumer
+from tasks.worker import consumer
 from tasks.worker.consumer import AssignmentConsumer
 from tasks.worker.gate import Gate
 from tests.conftest import RedisServer
