@@ -158,7 +158,7 @@ def test_a_terminal_that_is_not_ours_is_somebody_else_s() -> None:
 
 LOADER = """
 import logging, os, sys
-from tasks.worker.__main__ import loading
+from tasks.worker import loading
 from tasks.process import weights_bar
 from tasks.process.logs import log_to_stderr
 
