@@ -67,3 +67,8 @@ def redis_server(request: pytest.FixtureRequest) -> RedisServer:
     name = "fake_server" if request.param == "fakeredis" else "real_server"
     server: RedisServer = request.getfixturevalue(name)
     return server
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -53,16 +53,14 @@ def server() -> Iterator[LocalServer]:
         yield running
 
 
-def with_async_client(server: LocalServer, test: Callable[[AsyncOpenAI], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        async with AsyncOpenAI(base_url=server.base_url, api_key="local", max_retries=0) as client:
-            await test(client)
-
-    asyncio.run(main())
+@pytest.fixture
+async def client(server: LocalServer) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=server.base_url, api_key="local", max_retries=0) as client:
+        yield client
 
 
-def test_the_async_openai_client_streams_many_answers_at_once(server: LocalServer) -> None:
-    async def answer(client: AsyncOpenAI, number: int) -> None:
+async def test_the_async_openai_client_streams_many_answers_at_once(client: AsyncOpenAI) -> None:
+    async def answer(number: int) -> None:
         asked: Any = {
             "model": MODEL,
             "messages": [{"role": "user", "content": f"number {number}{TWENTY_TOKENS}"}],
@@ -78,19 +76,13 @@ def test_the_async_openai_client_streams_many_answers_at_once(server: LocalServe
         assert final.usage is not None
         assert final.usage.completion_tokens == 20
 
-    async def test(client: AsyncOpenAI) -> None:
-        await asyncio.gather(*(answer(client, number) for number in range(8)))
-
-    with_async_client(server, test)
+    await asyncio.gather(*(answer(number) for number in range(8)))
 
 
-def test_the_async_openai_client_parses_into_a_model_of_pydantic(server: LocalServer) -> None:
-    async def test(client: AsyncOpenAI) -> None:
-        messages: Any = [{"role": "user", "content": '\x0e{"city": "Paris"}\x0f'}]
-        answer = await client.chat.completions.parse(model=MODEL, messages=messages, response_format=City)
-        assert answer.choices[0].message.parsed == City(city="Paris")
-
-    with_async_client(server, test)
+async def test_the_async_openai_client_parses_into_a_model_of_pydantic(client: AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": '\x0e{"city": "Paris"}\x0f'}]
+    answer = await client.chat.completions.parse(model=MODEL, messages=messages, response_format=City)
+    assert answer.choices[0].message.parsed == City(city="Paris")
 
 
 def test_closing_a_stream_of_the_openai_client_cancels_its_generation(server: LocalServer) -> None:
@@ -101,29 +93,27 @@ def test_closing_a_stream_of_the_openai_client_cancels_its_generation(server: Lo
     assert (end.state, end.reason) == ("cancelled", "disconnect")
 
 
-def test_cancelling_a_task_that_waits_for_the_openai_client_cancels_its_generation(server: LocalServer) -> None:
-    async def test(client: AsyncOpenAI) -> None:
-        asking = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4000)
-        task = asyncio.ensure_future(asking)
-        request_id = await asyncio.to_thread(wait_for_open_request, server)
-        task.cancel()
-        end = await asyncio.to_thread(end_of, server.records, request_id)
-        assert (end.state, end.reason) == ("cancelled", "disconnect")
+async def test_cancelling_a_task_that_waits_for_the_openai_client_cancels_its_generation(
+    client: AsyncOpenAI, server: LocalServer
+) -> None:
+    asking = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4000)
+    task = asyncio.ensure_future(asking)
+    request_id = await asyncio.to_thread(wait_for_open_request, server)
+    task.cancel()
+    end = await asyncio.to_thread(end_of, server.records, request_id)
+    assert (end.state, end.reason) == ("cancelled", "disconnect")
 
-    with_async_client(server, test)
 
-
-def test_a_time_out_of_the_openai_client_cancels_its_generation(server: LocalServer) -> None:
-    async def test(client: AsyncOpenAI) -> None:
-        hasty = client.with_options(timeout=0.5)
-        asking = asyncio.ensure_future(hasty.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4000))
-        request_id = await asyncio.to_thread(wait_for_open_request, server)
-        with pytest.raises(APITimeoutError):
-            await asking
-        end = await asyncio.to_thread(end_of, server.records, request_id)
-        assert (end.state, end.reason) == ("cancelled", "disconnect")
-
-    with_async_client(server, test)
+async def test_a_time_out_of_the_openai_client_cancels_its_generation(
+    client: AsyncOpenAI, server: LocalServer
+) -> None:
+    hasty = client.with_options(timeout=0.5)
+    asking = asyncio.ensure_future(hasty.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4000))
+    request_id = await asyncio.to_thread(wait_for_open_request, server)
+    with pytest.raises(APITimeoutError):
+        await asking
+    end = await asyncio.to_thread(end_of, server.records, request_id)
+    assert (end.state, end.reason) == ("cancelled", "disconnect")
 
 
 def test_a_conversation_goes_round_through_a_tool(server: LocalServer) -> None:

@@ -10,43 +10,37 @@ import orjson
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.app.web import HELLO, MODEL, Web, run
+from tests.app.web import HELLO, MODEL, Web
 from tests.tasks.process.test_tracing import PARENT, Recorded
 from tokenferry.cell.one_process import open_server
 
 
-def test_a_request_is_a_span_until_its_last_byte_and_its_job_belongs_to_it() -> None:
+async def test_a_request_is_a_span_until_its_last_byte_and_its_job_belongs_to_it() -> None:
     recorded = Recorded()
-
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.post({"model": MODEL, "messages": HELLO, "stream": True}, traceparent=PARENT)
-        job = worker.claim("chatcmpl-1")
-        assert recorded.spans() == {}
-        worker.append("chatcmpl-1", 0, 65, end="length")
-        await web.turn()
-        await exchange.task
-        [span] = recorded.spans().values()
-        assert span.name == "POST /v1/chat/completions"
-        assert span.parent is not None
-        assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
-        assert job.traceparent.split("-")[2] == f"{span.context.span_id:016x}"
-        attributes = span.attributes or {}
-        assert attributes["tokenferry.request_id"] == "chatcmpl-1"
-        assert attributes["gen_ai.usage.output_tokens"] == 1
-
-    run(test, tracer=recorded.tracer)
+    web = Web(tracer=recorded.tracer)
+    worker = web.worker()
+    exchange = await web.post({"model": MODEL, "messages": HELLO, "stream": True}, traceparent=PARENT)
+    job = worker.claim("chatcmpl-1")
+    assert recorded.spans() == {}
+    worker.append("chatcmpl-1", 0, 65, end="length")
+    await web.turn()
+    await exchange.task
+    [span] = recorded.spans().values()
+    assert span.name == "POST /v1/chat/completions"
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert job.traceparent.split("-")[2] == f"{span.context.span_id:016x}"
+    attributes = span.attributes or {}
+    assert attributes["tokenferry.request_id"] == "chatcmpl-1"
+    assert attributes["gen_ai.usage.output_tokens"] == 1
 
 
-def test_machines_that_ask_for_health_and_metrics_make_no_spans() -> None:
+async def test_machines_that_ask_for_health_and_metrics_make_no_spans() -> None:
     recorded = Recorded()
-
-    async def test(web: Web) -> None:
-        for path in ("/livez", "/readyz", "/metrics"):
-            await web.get(path)
-        assert recorded.spans() == {}
-
-    run(test, tracer=recorded.tracer)
+    web = Web(tracer=recorded.tracer)
+    for path in ("/livez", "/readyz", "/metrics"):
+        await web.get(path)
+    assert recorded.spans() == {}
 
 
 class Collector(HTTPServer):

@@ -7,7 +7,7 @@ what a test says. Blocking calls run at once, in the caller's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -337,12 +337,3 @@ def end_of(web: Web, request_id: str = ID) -> tuple[str, str]:
     state = web.records.state(request_id)
     assert state is not None
     return state.state, state.reason
-
-
-def run(test: Callable[[Web], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    """Runs one test on an event loop of its own."""
-
-    async def main() -> None:
-        await test(Web(**settings))
-
-    asyncio.run(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from redis import Redis
@@ -59,6 +59,12 @@ class Streams:
         self.reads: list[list[str]] = []
         """What each read so far has named: "a" for the stream of request "a", "w1:steps" for the log of "w1"."""
         self._note_reads()
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.reader.stop()
 
     def open(self, request_id: str, after_index: int = -1) -> Subscription:
         self.redis.hset(keys.request(request_id), "state", "offered")
@@ -146,14 +152,3 @@ def tokens(events: Iterable[StreamEvent]) -> list[int]:
         assert event.index == first + len(found)
         found += event.token_ids
     return found
-
-
-def run(server: RedisServer, test: Callable[[Streams], Coroutine[Any, Any, None]], **options: Any) -> None:
-    async def main() -> None:
-        streams = Streams(server, **options)
-        try:
-            await test(streams)
-        finally:
-            streams.reader.stop()
-
-    asyncio.run(main())

@@ -165,30 +165,27 @@ def test_leaving_during_prefill_stops_it_and_the_next_request_starts_at_once(
 
 @pytest.mark.parametrize("half", [False, True], ids=["closed", "half closed"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-def test_leaving_in_the_middle_frees_the_slot_and_no_token_follows(
+async def test_leaving_in_the_middle_frees_the_slot_and_no_token_follows(
     narrow: FaultyCell, is_streamed: bool, half: bool
 ) -> None:
-    async def test() -> None:
-        reader, writer = await asyncio.open_connection(HOST, narrow.port)
-        wanted = Ask(story(4), LONG, is_streamed=is_streamed)
-        writer.write(request_bytes("POST", "/v1/chat/completions", body_of(wanted, narrow.model)))
-        await until(lambda: len(open_ids(narrow)) == 1)
-        [request_id] = open_ids(narrow)
-        await until(lambda: state_of(narrow, request_id).next_index >= 3)
-        if half:
-            writer.write_eof()
-        else:
-            writer.transport.abort()
-        await until(lambda: state_of(narrow, request_id).is_over)
-        last = state_of(narrow, request_id)
-        assert (last.state, last.reason) == ("cancelled", "disconnect")
-        await asyncio.to_thread(narrow.wait_quiet)
-        assert state_of(narrow, request_id).next_index == last.next_index < LONG
-        assert last.attempt == 1
+    reader, writer = await asyncio.open_connection(HOST, narrow.port)
+    wanted = Ask(story(4), LONG, is_streamed=is_streamed)
+    writer.write(request_bytes("POST", "/v1/chat/completions", body_of(wanted, narrow.model)))
+    await until(lambda: len(open_ids(narrow)) == 1)
+    [request_id] = open_ids(narrow)
+    await until(lambda: state_of(narrow, request_id).next_index >= 3)
+    if half:
+        writer.write_eof()
+    else:
         writer.transport.abort()
-        del reader
-
-    asyncio.run(test())
+    await until(lambda: state_of(narrow, request_id).is_over)
+    last = state_of(narrow, request_id)
+    assert (last.state, last.reason) == ("cancelled", "disconnect")
+    await asyncio.to_thread(narrow.wait_quiet)
+    assert state_of(narrow, request_id).next_index == last.next_index < LONG
+    assert last.attempt == 1
+    writer.transport.abort()
+    del reader
 
 
 def test_100_clients_that_connect_ask_and_drop_leave_nothing_running(cell: FaultyCell) -> None:

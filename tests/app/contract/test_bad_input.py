@@ -23,7 +23,7 @@ from app.contract.completion import COMPLETION_FIELDS
 from app.contract.fields import Field
 from app.contract.kinds import Anything, Fields, Text
 from app.endpoints.tokenize import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
-from tests.app.web import HELLO, MODEL, Exchange, Web, run
+from tests.app.web import HELLO, MODEL, Exchange, Web
 
 ENDPOINTS: dict[str, tuple[dict[str, Field], dict[str, Any]]] = {
     "/v1/chat/completions": (dict(CHAT_FIELDS), {"model": MODEL, "messages": HELLO}),
@@ -89,23 +89,19 @@ def takes_anything(field: Field, name: str, poison: str) -> bool:
 
 
 @pytest.mark.parametrize(("path", "name"), FIELDS)
-def test_no_poison_in_any_field_gets_through(path: str, name: str) -> None:
+async def test_no_poison_in_any_field_gets_through(web: Web, path: str, name: str) -> None:
     table, fields = ENDPOINTS[path]
-
-    async def test(web: Web) -> None:
-        web.worker()
-        for poison, literal in POISON.items():
-            before = num_queued(web)
-            started_s = time.process_time()
-            exchange = await send(web, path, fields, name, literal)
-            assert time.process_time() - started_s < 2, poison
-            if takes_anything(table[name], name, poison):
-                assert exchange.status in (0, 200, 400), poison
-                continue
-            check_refusal(exchange, name)
-            assert num_queued(web) == before, poison
-
-    run(test)
+    web.worker()
+    for poison, literal in POISON.items():
+        before = num_queued(web)
+        started_s = time.process_time()
+        exchange = await send(web, path, fields, name, literal)
+        assert time.process_time() - started_s < 2, poison
+        if takes_anything(table[name], name, poison):
+            assert exchange.status in (0, 200, 400), poison
+            continue
+        check_refusal(exchange, name)
+        assert num_queued(web) == before, poison
 
 
 VALUES = st.recursive(
@@ -128,7 +124,8 @@ def test_any_value_is_taken_or_refused_by_name(where: tuple[str, str], value: An
     path, name = where
     _, fields = ENDPOINTS[path]
 
-    async def test(web: Web) -> None:
+    async def test() -> None:
+        web = Web()
         web.worker()
         exchange = await send(web, path, fields, name, json.dumps(value))
         if exchange.status in (0, 200):
@@ -138,7 +135,7 @@ def test_any_value_is_taken_or_refused_by_name(where: tuple[str, str], value: An
         assert error["param"].startswith(name) or (name, error["param"]) in RULES
         assert num_queued(web) == 0
 
-    run(test)
+    asyncio.run(test())
 
 
 RULES = {("messages", "prompt"), ("echo", "logprobs"), ("logprobs", "top_logprobs"), ("tools", "tool_choice")}
@@ -166,61 +163,49 @@ RULES = {("messages", "prompt"), ("echo", "logprobs"), ("logprobs", "top_logprob
     ],
     ids=range(14),
 )
-def test_a_body_that_is_no_json_object_is_refused_as_a_whole(path: str, body: bytes) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.request("POST", path, body, {"content-type": "application/json"})
-        assert exchange.status == 400
-        assert (exchange.error["type"], exchange.error["param"]) == ("invalid_request_error", None)
-        assert len(exchange.body) < 1000
-        assert num_queued(web) == 0
-
-    run(test)
+async def test_a_body_that_is_no_json_object_is_refused_as_a_whole(web: Web, path: str, body: bytes) -> None:
+    web.worker()
+    exchange = await web.request("POST", path, body, {"content-type": "application/json"})
+    assert exchange.status == 400
+    assert (exchange.error["type"], exchange.error["param"]) == ("invalid_request_error", None)
+    assert len(exchange.body) < 1000
+    assert num_queued(web) == 0
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_body_of_10_mb_is_refused_without_being_parsed(path: str) -> None:
-    async def test(web: Web) -> None:
-        part = b"x" * 65_536
-        exchange = await web.request("POST", path, [b'{"model":"', *[part] * 160, b'"}'])
-        assert (exchange.status, exchange.error["code"]) == (413, "body_too_large")
-
-    run(test)
+async def test_a_body_of_10_mb_is_refused_without_being_parsed(web: Web, path: str) -> None:
+    part = b"x" * 65_536
+    exchange = await web.request("POST", path, [b'{"model":"', *[part] * 160, b'"}'])
+    assert (exchange.status, exchange.error["code"]) == (413, "body_too_large")
 
 
-def test_memory_is_given_back_after_large_refused_requests() -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        body = orjson.dumps({"model": MODEL, "messages": HELLO, "stop": ["x" * 1_000_000] * 4})
-        for _ in range(3):
-            assert (await web.post(body)).status == 400
-        tracemalloc.start()
-        try:
-            for _ in range(5):
-                gc.collect()
-                tracemalloc.reset_peak()
-                assert (await web.post(body)).status == 400
-                # orjson reserves twelve times the body, and touches hardly any of that.
-                assert tracemalloc.get_traced_memory()[1] < 15 * len(body)
+async def test_memory_is_given_back_after_large_refused_requests(web: Web) -> None:
+    web.worker()
+    body = orjson.dumps({"model": MODEL, "messages": HELLO, "stop": ["x" * 1_000_000] * 4})
+    for _ in range(3):
+        assert (await web.post(body)).status == 400
+    tracemalloc.start()
+    try:
+        for _ in range(5):
             gc.collect()
-            assert tracemalloc.get_traced_memory()[0] < 1_000_000
-        finally:
-            tracemalloc.stop()
+            tracemalloc.reset_peak()
+            assert (await web.post(body)).status == 400
+            # orjson reserves twelve times the body, and touches hardly any of that.
+            assert tracemalloc.get_traced_memory()[1] < 15 * len(body)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
-    run(test)
 
-
-def test_a_huge_path_and_odd_bytes_in_it_are_refused_in_shape() -> None:
-    async def test(web: Web) -> None:
-        for path in (
-            "/" + "a" * 50_000,
-            "/v1/models/" + "\ufffd\U0001f30a" * 100,
-            "/v1/models/" + "x" * 50_000,
-            "//nothing",
-            "/..%2f",
-        ):
-            exchange = await web.request("GET", path)
-            assert exchange.status == 404
-            assert len(exchange.body) < 2000
-
-    run(test)
+async def test_a_huge_path_and_odd_bytes_in_it_are_refused_in_shape(web: Web) -> None:
+    for path in (
+        "/" + "a" * 50_000,
+        "/v1/models/" + "\ufffd\U0001f30a" * 100,
+        "/v1/models/" + "x" * 50_000,
+        "//nothing",
+        "/..%2f",
+    ):
+        exchange = await web.request("GET", path)
+        assert exchange.status == 404
+        assert len(exchange.body) < 2000

@@ -14,7 +14,7 @@ from openai import OpenAI
 from app.http.api_keys import KeyFile
 from app.text.edge import scripted_text_edge
 from tasks.protocol import keys
-from tests.app.web import HELLO, MODEL, Exchange, Web, run
+from tests.app.web import HELLO, MODEL, Exchange, Web
 from tokenferry.cell.one_process import LocalServer, open_server
 
 LIST = "/v1/chat/completions"
@@ -48,85 +48,69 @@ async def update(web: Web, name: str, body: Any) -> Exchange:
     return await web.request("POST", f"{LIST}/{name}", orjson.dumps(body), headers)
 
 
-def test_a_stored_answer_is_in_the_list_as_it_was_answered() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(store=True, metadata={"a": "b"}, n=2)
-        for choice in (ID, f"{ID}.1"):
-            worker.claim(choice)
-            worker.append(choice, 0, 101, end="length")
-        await web.turn()
-        listed = await web.get(LIST)
-        assert listed.json["data"] == [exchange.json]
-        assert exchange.json["metadata"] == {"a": "b"}
-        about = {name: value for name, value in listed.json.items() if name != "data"}
-        assert about == {"object": "list", "first_id": ID, "last_id": ID, "has_more": False}
-        one = await web.get(f"{LIST}/{ID}")
-        assert one.json == {**exchange.json, "status": "completed"}
-
-    run(test)
+async def test_a_stored_answer_is_in_the_list_as_it_was_answered(web: Web) -> None:
+    worker = web.worker()
+    exchange = await web.chat(store=True, metadata={"a": "b"}, n=2)
+    for choice in (ID, f"{ID}.1"):
+        worker.claim(choice)
+        worker.append(choice, 0, 101, end="length")
+    await web.turn()
+    listed = await web.get(LIST)
+    assert listed.json["data"] == [exchange.json]
+    assert exchange.json["metadata"] == {"a": "b"}
+    about = {name: value for name, value in listed.json.items() if name != "data"}
+    assert about == {"object": "list", "first_id": ID, "last_id": ID, "has_more": False}
+    one = await web.get(f"{LIST}/{ID}")
+    assert one.json == {**exchange.json, "status": "completed"}
 
 
-def test_what_is_not_stored_or_not_finished_is_not_in_the_list() -> None:
-    async def test(web: Web) -> None:
-        await stored(web, wanted=False)
-        await web.chat(store=True)
-        exchange = await web.get(LIST)
-        assert exchange.json == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
-        assert "metadata" not in (await web.get(f"{LIST}/{ID}")).json
-
-    run(test)
+async def test_what_is_not_stored_or_not_finished_is_not_in_the_list(web: Web) -> None:
+    await stored(web, wanted=False)
+    await web.chat(store=True)
+    exchange = await web.get(LIST)
+    assert exchange.json == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    assert "metadata" not in (await web.get(f"{LIST}/{ID}")).json
 
 
-def test_a_streamed_answer_is_stored_too_and_so_is_one_that_met_a_stop_string() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(store=True, stream=True)
-        await web.chat(store=True, stop="<102>")
-        worker.claim("chatcmpl-1")
-        worker.append("chatcmpl-1", 0, 101, end="length")
-        worker.claim("chatcmpl-2")
-        worker.append("chatcmpl-2", 0, 101, 102)
-        await web.turn()
-        data = (await web.get(LIST)).json["data"]
-        found = {item["id"]: item["choices"][0] for item in data}
-        assert found["chatcmpl-1"]["message"]["content"] == found["chatcmpl-2"]["message"]["content"] == "<101>"
-        assert found["chatcmpl-2"]["finish_reason"] == "stop"
-
-    run(test)
+async def test_a_streamed_answer_is_stored_too_and_so_is_one_that_met_a_stop_string(web: Web) -> None:
+    worker = web.worker()
+    await web.chat(store=True, stream=True)
+    await web.chat(store=True, stop="<102>")
+    worker.claim("chatcmpl-1")
+    worker.append("chatcmpl-1", 0, 101, end="length")
+    worker.claim("chatcmpl-2")
+    worker.append("chatcmpl-2", 0, 101, 102)
+    await web.turn()
+    data = (await web.get(LIST)).json["data"]
+    found = {item["id"]: item["choices"][0] for item in data}
+    assert found["chatcmpl-1"]["message"]["content"] == found["chatcmpl-2"]["message"]["content"] == "<101>"
+    assert found["chatcmpl-2"]["finish_reason"] == "stop"
 
 
-def test_pages_have_the_limit_the_order_and_the_place_that_were_asked_for() -> None:
-    async def test(web: Web) -> None:
-        names = [await stored(web) for _ in range(5)]
-        everything = await ids(web)
-        assert sorted(everything) == names
-        assert await ids(web, "order=desc") == everything[::-1]
-        first = (await web.get(f"{LIST}?limit=2")).json
-        assert (first["first_id"], first["last_id"], first["has_more"]) == (*everything[:2], True)
-        assert await ids(web, f"limit=3&after={everything[1]}") == everything[2:]
-        assert not (await web.get(f"{LIST}?limit=3&after={everything[1]}")).json["has_more"]
-        assert await ids(web, f"limit=1&order=desc&after={everything[1]}") == everything[:1]
-
-    run(test)
+async def test_pages_have_the_limit_the_order_and_the_place_that_were_asked_for(web: Web) -> None:
+    names = [await stored(web) for _ in range(5)]
+    everything = await ids(web)
+    assert sorted(everything) == names
+    assert await ids(web, "order=desc") == everything[::-1]
+    first = (await web.get(f"{LIST}?limit=2")).json
+    assert (first["first_id"], first["last_id"], first["has_more"]) == (*everything[:2], True)
+    assert await ids(web, f"limit=3&after={everything[1]}") == everything[2:]
+    assert not (await web.get(f"{LIST}?limit=3&after={everything[1]}")).json["has_more"]
+    assert await ids(web, f"limit=1&order=desc&after={everything[1]}") == everything[:1]
 
 
-def test_the_list_can_be_searched_by_model_and_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_list_can_be_searched_by_model_and_by_metadata(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.endpoints.stored.CHUNK", 2)
-
-    async def test(web: Web) -> None:
-        names = [await stored(web, metadata={"k": str(number % 2), "j j": "=&"}) for number in range(6)]
-        assert sorted(await ids(web, "metadata%5Bk%5D=1")) == names[1::2]
-        assert sorted(await ids(web, "metadata[k]=0&metadata[j%20j]=%3D%26")) == names[::2]
-        assert await ids(web, "metadata[k]=2") == []
-        assert await ids(web, "metadata[k]=") == []
-        assert sorted(await ids(web, f"model={MODEL}")) == names
-        assert await ids(web, "model=other") == []
-        page = (await web.get(f"{LIST}?metadata[k]=1&limit=2")).json
-        assert page["has_more"]
-        assert len(await ids(web, f"metadata[k]=1&after={page['last_id']}")) == 1
-
-    run(test)
+    names = [await stored(web, metadata={"k": str(number % 2), "j j": "=&"}) for number in range(6)]
+    assert sorted(await ids(web, "metadata%5Bk%5D=1")) == names[1::2]
+    assert sorted(await ids(web, "metadata[k]=0&metadata[j%20j]=%3D%26")) == names[::2]
+    assert await ids(web, "metadata[k]=2") == []
+    assert await ids(web, "metadata[k]=") == []
+    assert sorted(await ids(web, f"model={MODEL}")) == names
+    assert await ids(web, "model=other") == []
+    page = (await web.get(f"{LIST}?metadata[k]=1&limit=2")).json
+    assert page["has_more"]
+    assert len(await ids(web, f"metadata[k]=1&after={page['last_id']}")) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,16 +129,13 @@ def test_the_list_can_be_searched_by_model_and_by_metadata(monkeypatch: pytest.M
         ("metadata[a][b]=x", "metadata"),
     ],
 )
-def test_a_search_that_has_no_meaning_is_400_and_named(query: str, param: str) -> None:
-    async def test(web: Web) -> None:
-        name = await stored(web)
-        exchange = await web.get(f"{LIST}?{query}")
+async def test_a_search_that_has_no_meaning_is_400_and_named(web: Web, query: str, param: str) -> None:
+    name = await stored(web)
+    exchange = await web.get(f"{LIST}?{query}")
+    assert (exchange.status, exchange.error["param"]) == (400, param)
+    if param != "metadata":
+        exchange = await web.get(f"{LIST}/{name}/messages?{query}")
         assert (exchange.status, exchange.error["param"]) == (400, param)
-        if param != "metadata":
-            exchange = await web.get(f"{LIST}/{name}/messages?{query}")
-            assert (exchange.status, exchange.error["param"]) == (400, param)
-
-    run(test)
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -166,135 +147,105 @@ CONVERSATION = [
 ]
 
 
-def test_the_messages_of_a_stored_answer_are_those_that_it_answers() -> None:
-    async def test(web: Web) -> None:
-        name = await stored(web, messages=CONVERSATION)
-        listed = (await web.get(f"{LIST}/{name}/messages")).json
-        assert (listed["object"], listed["has_more"]) == ("list", False)
-        expected = [{**CONVERSATION[0], "content": "Be brief"}, *CONVERSATION[1:]]
-        assert listed["data"] == [
-            {"id": f"{name}-{number}", **message, "content_parts": None} for number, message in enumerate(expected)
-        ]
-        page = (await web.get(f"{LIST}/{name}/messages?order=desc&limit=2&after={name}-3")).json
-        assert [item["id"] for item in page["data"]] == [f"{name}-2", f"{name}-1"]
-        assert (page["first_id"], page["last_id"], page["has_more"]) == (f"{name}-2", f"{name}-1", True)
-
-    run(test)
+async def test_the_messages_of_a_stored_answer_are_those_that_it_answers(web: Web) -> None:
+    name = await stored(web, messages=CONVERSATION)
+    listed = (await web.get(f"{LIST}/{name}/messages")).json
+    assert (listed["object"], listed["has_more"]) == ("list", False)
+    expected = [{**CONVERSATION[0], "content": "Be brief"}, *CONVERSATION[1:]]
+    assert listed["data"] == [
+        {"id": f"{name}-{number}", **message, "content_parts": None} for number, message in enumerate(expected)
+    ]
+    page = (await web.get(f"{LIST}/{name}/messages?order=desc&limit=2&after={name}-3")).json
+    assert [item["id"] for item in page["data"]] == [f"{name}-2", f"{name}-1"]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (f"{name}-2", f"{name}-1", True)
 
 
-def test_new_metadata_takes_the_place_of_the_old() -> None:
-    async def test(web: Web) -> None:
-        name = await stored(web, metadata={"a": "b"})
-        exchange = await update(web, name, {"metadata": {"c": "d"}})
-        assert (exchange.status, exchange.json["id"], exchange.json["metadata"]) == (200, name, {"c": "d"})
-        assert await ids(web, "metadata[c]=d") == [name]
-        assert await ids(web, "metadata[a]=b") == []
-        assert (await update(web, name, {"metadata": {}})).json["metadata"] == {}
-
-    run(test)
+async def test_new_metadata_takes_the_place_of_the_old(web: Web) -> None:
+    name = await stored(web, metadata={"a": "b"})
+    exchange = await update(web, name, {"metadata": {"c": "d"}})
+    assert (exchange.status, exchange.json["id"], exchange.json["metadata"]) == (200, name, {"c": "d"})
+    assert await ids(web, "metadata[c]=d") == [name]
+    assert await ids(web, "metadata[a]=b") == []
+    assert (await update(web, name, {"metadata": {}})).json["metadata"] == {}
 
 
 @pytest.mark.parametrize("body", [{}, {"metadata": None}, {"metadata": "x"}, {"metadata": {"a": 1}}])
-def test_metadata_that_is_none_is_400_and_named(body: Any) -> None:
-    async def test(web: Web) -> None:
-        exchange = await update(web, await stored(web), body)
-        assert (exchange.status, exchange.error["param"]) == (400, "metadata")
-
-    run(test)
+async def test_metadata_that_is_none_is_400_and_named(web: Web, body: Any) -> None:
+    exchange = await update(web, await stored(web), body)
+    assert (exchange.status, exchange.error["param"]) == (400, "metadata")
 
 
-def test_a_deleted_answer_is_gone() -> None:
-    async def test(web: Web) -> None:
-        name = await stored(web, n=2)
-        exchange = await web.request("DELETE", f"{LIST}/{name}")
-        assert (exchange.status, exchange.json) == (
-            200,
-            {"object": "chat.completion.deleted", "id": name, "deleted": True},
-        )
-        assert await ids(web) == []
-        for path in (f"{LIST}/{name}", f"{LIST}/{name}/messages"):
-            again = await web.get(path)
-            assert (again.status, again.error["code"]) == (404, "completion_not_found")
-        assert (await web.request("DELETE", f"{LIST}/{name}")).status == 404
-        assert (await update(web, name, {"metadata": {}})).status == 404
-        assert not web.redis.exists(keys.request(name), keys.out(name), keys.request(f"{name}.1"))
-
-    run(test)
+async def test_a_deleted_answer_is_gone(web: Web) -> None:
+    name = await stored(web, n=2)
+    exchange = await web.request("DELETE", f"{LIST}/{name}")
+    assert (exchange.status, exchange.json) == (
+        200,
+        {"object": "chat.completion.deleted", "id": name, "deleted": True},
+    )
+    assert await ids(web) == []
+    for path in (f"{LIST}/{name}", f"{LIST}/{name}/messages"):
+        again = await web.get(path)
+        assert (again.status, again.error["code"]) == (404, "completion_not_found")
+    assert (await web.request("DELETE", f"{LIST}/{name}")).status == 404
+    assert (await update(web, name, {"metadata": {}})).status == 404
+    assert not web.redis.exists(keys.request(name), keys.out(name), keys.request(f"{name}.1"))
 
 
-def test_an_answer_that_is_still_generated_is_not_deleted() -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        await web.chat(store=True)
-        exchange = await web.request("DELETE", f"{LIST}/{ID}")
-        assert (exchange.status, exchange.error["code"]) == (409, "completion_in_progress")
-        assert exchange.headers["x-should-retry"] == "false"
-        await web.request("POST", f"{LIST}/{ID}/cancel")
-        assert (await web.request("DELETE", f"{LIST}/{ID}")).status == 200
-
-    run(test)
+async def test_an_answer_that_is_still_generated_is_not_deleted(web: Web) -> None:
+    web.worker()
+    await web.chat(store=True)
+    exchange = await web.request("DELETE", f"{LIST}/{ID}")
+    assert (exchange.status, exchange.error["code"]) == (409, "completion_in_progress")
+    assert exchange.headers["x-should-retry"] == "false"
+    await web.request("POST", f"{LIST}/{ID}/cancel")
+    assert (await web.request("DELETE", f"{LIST}/{ID}")).status == 200
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/messages"), ("DELETE", ""), ("POST", "")])
-def test_what_is_not_stored_is_404_and_says_why(method: str, path: str) -> None:
-    async def test(web: Web) -> None:
-        name = await stored(web, wanted=False)
-        body, headers = (b'{"metadata":{}}', {"content-type": "application/json"}) if method == "POST" else (b"", {})
-        exchange = await web.request(method, f"{LIST}/{name}{path}", body, headers)
-        assert (exchange.status, exchange.error["code"]) == (404, "completion_not_stored")
-        assert "store: true" in exchange.error["message"]
-        assert (await web.get(f"{LIST}/{name}")).status == 200
-
-    run(test)
+async def test_what_is_not_stored_is_404_and_says_why(web: Web, method: str, path: str) -> None:
+    name = await stored(web, wanted=False)
+    body, headers = (b'{"metadata":{}}', {"content-type": "application/json"}) if method == "POST" else (b"", {})
+    exchange = await web.request(method, f"{LIST}/{name}{path}", body, headers)
+    assert (exchange.status, exchange.error["code"]) == (404, "completion_not_stored")
+    assert "store: true" in exchange.error["message"]
+    assert (await web.get(f"{LIST}/{name}")).status == 200
 
 
-def test_stored_answers_are_shown_to_their_owner_alone(tmp_path: Path) -> None:
+async def test_stored_answers_are_shown_to_their_owner_alone(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-ann Ann\nsk-bob Bob\n")
-
-    async def test(web: Web) -> None:
-        name = await stored(web, auth="sk-ann")
-        ann, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-ann", "sk-bob"))
-        assert (await web.get(LIST, **ann)).json["first_id"] == name
-        assert (await web.get(LIST, **bob)).json["data"] == []
-        assert (await web.get(f"{LIST}/{name}/messages", **bob)).status == 404
-        assert (await web.request("DELETE", f"{LIST}/{name}", b"", bob)).status == 404
-        assert (await web.get(f"{LIST}/{name}/messages", **ann)).status == 200
-
-    run(test, keys=KeyFile(file))
+    web = Web(keys=KeyFile(file))
+    name = await stored(web, auth="sk-ann")
+    ann, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-ann", "sk-bob"))
+    assert (await web.get(LIST, **ann)).json["first_id"] == name
+    assert (await web.get(LIST, **bob)).json["data"] == []
+    assert (await web.get(f"{LIST}/{name}/messages", **bob)).status == 404
+    assert (await web.request("DELETE", f"{LIST}/{name}", b"", bob)).status == 404
+    assert (await web.get(f"{LIST}/{name}/messages", **ann)).status == 200
 
 
-def test_what_a_model_answered_that_is_not_served_here_is_not_listed() -> None:
-    async def test(web: Web) -> None:
-        name = await stored(web)
-        other = Web(beside=web, text_edges={"other": scripted_text_edge()})
-        assert await ids(other) == []
-        exchange = await update(other, name, {"metadata": {"a": "b"}})
-        assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
-        assert (await web.get(f"{LIST}/{name}")).json["metadata"] == {}
-
-    run(test)
+async def test_what_a_model_answered_that_is_not_served_here_is_not_listed(web: Web) -> None:
+    name = await stored(web)
+    other = Web(beside=web, text_edges={"other": scripted_text_edge()})
+    assert await ids(other) == []
+    exchange = await update(other, name, {"metadata": {"a": "b"}})
+    assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
+    assert (await web.get(f"{LIST}/{name}")).json["metadata"] == {}
 
 
-def test_a_damaged_answer_does_not_spoil_the_list() -> None:
-    async def test(web: Web) -> None:
-        first, second = await stored(web), await stored(web)
-        [(_, fields)] = web.redis.xrange(keys.out(first), count=1)
-        web.redis.delete(keys.out(first))
-        web.redis.xadd(keys.out(first), {**fields, b"i": b"1"})
-        assert (await web.get(f"{LIST}/{first}")).status == 503
-        assert await ids(web) == [second]
-
-    run(test)
+async def test_a_damaged_answer_does_not_spoil_the_list(web: Web) -> None:
+    first, second = await stored(web), await stored(web)
+    [(_, fields)] = web.redis.xrange(keys.out(first), count=1)
+    web.redis.delete(keys.out(first))
+    web.redis.xadd(keys.out(first), {**fields, b"i": b"1"})
+    assert (await web.get(f"{LIST}/{first}")).status == 503
+    assert await ids(web) == [second]
 
 
-def test_an_answer_of_another_version_does_not_spoil_the_list() -> None:
-    async def test(web: Web) -> None:
-        names = [await stored(web), await stored(web)]
-        web.records.stored.amend(names[0], b"{}")
-        assert await ids(web) == names[1:]
-
-    run(test)
+async def test_an_answer_of_another_version_does_not_spoil_the_list(web: Web) -> None:
+    names = [await stored(web), await stored(web)]
+    web.records.stored.amend(names[0], b"{}")
+    assert await ids(web) == names[1:]
 
 
 # -- the openai client, over a socket

@@ -11,7 +11,7 @@ import pytest
 from app.contract.chat import CHAT_FIELDS
 from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
 from tests.app.text_checkpoints import CHATML, GEMMA, checkpoint_of, smollm2, trained
-from tests.app.web import HELLO, MODEL, Exchange, Web, run
+from tests.app.web import HELLO, MODEL, Exchange, Web
 
 RETRIED = {408, 409, 429, *range(500, 600)}
 """Statuses after which OpenAI's clients try again by themselves."""
@@ -23,48 +23,38 @@ async def ask(web: Web, path: str, **fields: Any) -> Exchange:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_budget_of_one_token_gives_one_token_and_length(path: str, stream: bool) -> None:
+async def test_a_budget_of_one_token_gives_one_token_and_length(web: Web, path: str, stream: bool) -> None:
     prompt = {"messages": HELLO} if "chat" in path else {"prompt": "hi"}
-
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        options = {"stream_options": {"include_usage": True}} if stream else {}
-        exchange = await ask(web, path, model=MODEL, max_tokens=1, stream=stream, **prompt, **options)
-        request_id = "chatcmpl-1" if "chat" in path else "cmpl-1"
-        assert worker.claim(request_id).sampling.max_tokens == 1
-        worker.append(request_id, 0, 101, end="length")
-        await web.turn()
-        parts = exchange.chunks if stream else [exchange.json]
-        reasons = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
-        assert reasons == ["length"]
-        assert parts[-1]["usage"]["completion_tokens"] == 1
-        assert exchange.body.count(b"<101>") == 1
-
-    run(test)
+    worker = web.worker()
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    exchange = await ask(web, path, model=MODEL, max_tokens=1, stream=stream, **prompt, **options)
+    request_id = "chatcmpl-1" if "chat" in path else "cmpl-1"
+    assert worker.claim(request_id).sampling.max_tokens == 1
+    worker.append(request_id, 0, 101, end="length")
+    await web.turn()
+    parts = exchange.chunks if stream else [exchange.json]
+    reasons = [c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]]
+    assert reasons == ["length"]
+    assert parts[-1]["usage"]["completion_tokens"] == 1
+    assert exchange.body.count(b"<101>") == 1
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_budget_of_no_tokens_is_no_chat_and_never_an_endless_one(name: str, stream: bool) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.chat(**{name: 0}, stream=stream)
-        assert (exchange.status, exchange.error["param"]) == (400, name)
-
-    run(test)
+async def test_a_budget_of_no_tokens_is_no_chat_and_never_an_endless_one(web: Web, name: str, stream: bool) -> None:
+    web.worker()
+    exchange = await web.chat(**{name: 0}, stream=stream)
+    assert (exchange.status, exchange.error["param"]) == (400, name)
 
 
-def test_prompt_details_are_there_without_being_asked_for() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        for number, cached in ((1, 0), (2, 8)):
-            exchange = await web.chat()
-            worker.claim(f"chatcmpl-{number}")
-            worker.append(f"chatcmpl-{number}", 0, 101, end="length", cached=cached)
-            await web.turn()
-            assert exchange.json["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-
-    run(test)
+async def test_prompt_details_are_there_without_being_asked_for(web: Web) -> None:
+    worker = web.worker()
+    for number, cached in ((1, 0), (2, 8)):
+        exchange = await web.chat()
+        worker.claim(f"chatcmpl-{number}")
+        worker.append(f"chatcmpl-{number}", 0, 101, end="length", cached=cached)
+        await web.turn()
+        assert exchange.json["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 EDGES: dict[str, TextEdge] = {
@@ -105,25 +95,23 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("model", EDGES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_every_order_and_shape_of_messages_is_a_prompt_for_every_kind_of_model(model: str, conversation: str) -> None:
-    async def test(web: Web) -> None:
-        exchange = await ask(web, "/tokenize", model=model, messages=CONVERSATIONS[conversation])
-        assert exchange.status == 200, exchange.body
-        assert exchange.json["count"] > 0
-
-    run(test, text_edges=EDGES)
+async def test_every_order_and_shape_of_messages_is_a_prompt_for_every_kind_of_model(
+    model: str, conversation: str
+) -> None:
+    web = Web(text_edges=EDGES)
+    exchange = await ask(web, "/tokenize", model=model, messages=CONVERSATIONS[conversation])
+    assert exchange.status == 200, exchange.body
+    assert exchange.json["count"] > 0
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
-def test_a_list_of_text_parts_is_the_prompt_of_the_plain_string(role: str) -> None:
-    async def test(web: Web) -> None:
-        tokens = []
-        for content in ("Rainy today", [{"type": "text", "text": "Rainy"}, {"type": "text", "text": " today"}]):
-            messages = [*HELLO, {"role": role, "content": content, "tool_call_id": "c1"}]
-            tokens.append((await ask(web, "/tokenize", model="chatml", messages=messages)).json["tokens"])
-        assert tokens[0] == tokens[1]
-
-    run(test, text_edges=EDGES)
+async def test_a_list_of_text_parts_is_the_prompt_of_the_plain_string(role: str) -> None:
+    web = Web(text_edges=EDGES)
+    tokens = []
+    for content in ("Rainy today", [{"type": "text", "text": "Rainy"}, {"type": "text", "text": " today"}]):
+        messages = [*HELLO, {"role": role, "content": content, "tool_call_id": "c1"}]
+        tokens.append((await ask(web, "/tokenize", model="chatml", messages=messages)).json["tokens"])
+    assert tokens[0] == tokens[1]
 
 
 EVERYTHING: dict[str, Any] = {
@@ -165,24 +153,17 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def test_a_request_with_every_documented_field_at_once_is_taken() -> None:
+async def test_a_request_with_every_documented_field_at_once_is_taken(web: Web) -> None:
     documented = {name for name, field in CHAT_FIELDS.items() if not field.is_extension}
     assert set(EVERYTHING) == documented - {"model", "messages"}
-
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.chat(**EVERYTHING)
-        assert exchange.status == 200, exchange.body
-
-    run(test)
+    web.worker()
+    exchange = await web.chat(**EVERYTHING)
+    assert exchange.status == 200, exchange.body
 
 
-def test_a_made_up_field_is_ignored() -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        assert (await web.chat(stream=True, made_up={"a": 1})).status == 200
-
-    run(test)
+async def test_a_made_up_field_is_ignored(web: Web) -> None:
+    web.worker()
+    assert (await web.chat(stream=True, made_up={"a": 1})).status == 200
 
 
 @pytest.mark.parametrize(
@@ -196,15 +177,14 @@ def test_a_made_up_field_is_ignored() -> None:
         ("moderation", {"model": "x"}),
     ],
 )
-def test_a_documented_field_that_is_not_applied_is_refused_by_name_and_says_why(name: str, value: Any) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.chat(**{name: value})
-        assert (exchange.status, exchange.error["param"]) == (400, name)
-        assert exchange.error["code"] == "unsupported_value"
-        assert CHAT_FIELDS[name].note in exchange.error["message"]
-
-    run(test)
+async def test_a_documented_field_that_is_not_applied_is_refused_by_name_and_says_why(
+    web: Web, name: str, value: Any
+) -> None:
+    web.worker()
+    exchange = await web.chat(**{name: value})
+    assert (exchange.status, exchange.error["param"]) == (400, name)
+    assert exchange.error["code"] == "unsupported_value"
+    assert CHAT_FIELDS[name].note in exchange.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -217,46 +197,36 @@ def test_a_documented_field_that_is_not_applied_is_refused_by_name_and_says_why(
         ),
     ],
 )
-def test_images_and_summaries_of_thoughts_are_refused_in_openai_s_shape(fields: dict[str, Any], param: str) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.chat(**fields)
-        assert exchange.status == 400
-        assert exchange.error.keys() == {"message", "type", "param", "code"}
-        assert (exchange.error["param"], exchange.error["code"]) == (param, "unsupported_value")
-
-    run(test)
+async def test_images_and_summaries_of_thoughts_are_refused_in_openai_s_shape(
+    web: Web, fields: dict[str, Any], param: str
+) -> None:
+    web.worker()
+    exchange = await web.chat(**fields)
+    assert exchange.status == 400
+    assert exchange.error.keys() == {"message", "type", "param", "code"}
+    assert (exchange.error["param"], exchange.error["code"]) == (param, "unsupported_value")
 
 
 @pytest.mark.parametrize("reasoning", [None, {}, {"effort": "low"}, {"summary": None}])
-def test_reasoning_that_asks_for_no_summary_is_taken(reasoning: Any) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        assert (await web.chat(stream=True, reasoning=reasoning)).status == 200
-
-    run(test)
+async def test_reasoning_that_asks_for_no_summary_is_taken(web: Web, reasoning: Any) -> None:
+    web.worker()
+    assert (await web.chat(stream=True, reasoning=reasoning)).status == 200
 
 
 @pytest.mark.parametrize("seed", [2**63, 10**30, 1.5, "1", True])
-def test_a_number_that_is_no_integer_here_is_told_which_are(seed: Any) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        body = json.dumps({"model": MODEL, "messages": HELLO, "seed": seed}).encode()
-        exchange = await web.request("POST", "/v1/chat/completions", body)
-        assert (exchange.status, exchange.error["param"]) == (400, "seed")
-        assert exchange.error["message"] == f"seed must be an integer from {-(2**63)} to {2**63 - 1}."
-
-    run(test)
+async def test_a_number_that_is_no_integer_here_is_told_which_are(web: Web, seed: Any) -> None:
+    web.worker()
+    body = json.dumps({"model": MODEL, "messages": HELLO, "seed": seed}).encode()
+    exchange = await web.request("POST", "/v1/chat/completions", body)
+    assert (exchange.status, exchange.error["param"]) == (400, "seed")
+    assert exchange.error["message"] == f"seed must be an integer from {-(2**63)} to {2**63 - 1}."
 
 
-def test_a_bias_on_a_token_that_the_model_does_not_have_names_the_token() -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.chat(logit_bias={"5": 1, "50256": -100})
-        assert (exchange.status, exchange.error["param"]) == (400, "logit_bias")
-        assert "50256" in exchange.error["message"]
-
-    run(test)
+async def test_a_bias_on_a_token_that_the_model_does_not_have_names_the_token(web: Web) -> None:
+    web.worker()
+    exchange = await web.chat(logit_bias={"5": 1, "50256": -100})
+    assert (exchange.status, exchange.error["param"]) == (400, "logit_bias")
+    assert "50256" in exchange.error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -270,17 +240,16 @@ def test_a_bias_on_a_token_that_the_model_does_not_have_names_the_token() -> Non
         ("GET", "/v1/models/nope", {}),
     ],
 )
-def test_an_unknown_model_is_404_everywhere(method: str, path: str, fields: dict[str, Any], stream: bool) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        body = orjson.dumps({"model": "nope", "stream": stream, **fields})
-        exchange = await web.request(method, path, body if method == "POST" else b"")
-        assert exchange.status == 404
-        assert exchange.headers["content-type"] == "application/json"
-        assert exchange.error["type"] == "invalid_request_error"
-        assert exchange.error["code"] == ("unknown_url" if "embeddings" in path else "model_not_found")
-
-    run(test)
+async def test_an_unknown_model_is_404_everywhere(
+    web: Web, method: str, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    web.worker()
+    body = orjson.dumps({"model": "nope", "stream": stream, **fields})
+    exchange = await web.request(method, path, body if method == "POST" else b"")
+    assert exchange.status == 404
+    assert exchange.headers["content-type"] == "application/json"
+    assert exchange.error["type"] == "invalid_request_error"
+    assert exchange.error["code"] == ("unknown_url" if "embeddings" in path else "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -296,12 +265,11 @@ def test_an_unknown_model_is_404_everywhere(method: str, path: str, fields: dict
         {"stop": ["x"] * 5},
     ],
 )
-def test_what_the_client_got_wrong_is_never_a_status_that_clients_retry(fields: dict[str, Any]) -> None:
-    async def test(web: Web) -> None:
-        web.worker()
-        exchange = await web.chat(**fields)
-        assert 400 <= exchange.status < 500
-        assert exchange.status not in RETRIED
-        assert "retry-after" not in exchange.headers
-
-    run(test)
+async def test_what_the_client_got_wrong_is_never_a_status_that_clients_retry(
+    web: Web, fields: dict[str, Any]
+) -> None:
+    web.worker()
+    exchange = await web.chat(**fields)
+    assert 400 <= exchange.status < 500
+    assert exchange.status not in RETRIED
+    assert "retry-after" not in exchange.headers

@@ -19,7 +19,7 @@ from app.dialect.formats import HERMES, LLAMA3
 from app.http.body import parsed
 from app.text.edge import TextEdge
 from app.text.templates import ChatFormat
-from tests.app.web import EOS, MODEL, Exchange, Web, run
+from tests.app.web import EOS, MODEL, Exchange, Web
 from tokenferry.cell.one_process import LocalServer, open_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -95,132 +95,105 @@ def reasons(exchange: Exchange) -> list[str]:
 
 
 @pytest.mark.parametrize("group", [1, 3, 1000])
-def test_streamed_calls_have_id_type_and_name_once_and_arguments_that_join_to_json(group: int) -> None:
-    async def test(web: Web) -> None:
-        exchange = await answered(web, f"So:\n{PARIS}\n{TOKYO}", group, stream=True, tools=TOOLS)
-        calls = accumulated(exchange)
-        assert sorted(calls) == [0, 1]
-        assert [call["args"] for call in calls.values()] == BOTH
-        assert {call["type"] for call in calls.values()} == {"function"}
-        assert {call["name"] for call in calls.values()} == {"weather"}
-        assert calls[0]["id"] != calls[1]["id"]
-        assert exchange.text == "So:"
-        assert deltas(exchange)[0]["role"] == "assistant"
-        assert reasons(exchange) == ["tool_calls"]
+async def test_streamed_calls_have_id_type_and_name_once_and_arguments_that_join_to_json(
+    group: int, outlet: bool
+) -> None:
+    web = Web(text_edges=HERMES_EDGE, outlet=outlet)
+    exchange = await answered(web, f"So:\n{PARIS}\n{TOKYO}", group, stream=True, tools=TOOLS)
+    calls = accumulated(exchange)
+    assert sorted(calls) == [0, 1]
+    assert [call["args"] for call in calls.values()] == BOTH
+    assert {call["type"] for call in calls.values()} == {"function"}
+    assert {call["name"] for call in calls.values()} == {"weather"}
+    assert calls[0]["id"] != calls[1]["id"]
+    assert exchange.text == "So:"
+    assert deltas(exchange)[0]["role"] == "assistant"
+    assert reasons(exchange) == ["tool_calls"]
 
-    run(test, text_edges=HERMES_EDGE)
-    run(test, text_edges=HERMES_EDGE, outlet=True)
 
-
-def test_a_stream_and_a_whole_answer_have_the_same_calls() -> None:
-    found: list[Any] = []
-
-    async def streamed(web: Web) -> None:
-        exchange = await answered(web, PARIS + TOKYO, stream=True, tools=TOOLS)
-        found.append([(call["id"], call["name"], call["args"]) for call in accumulated(exchange).values()])
-
-    async def whole(web: Web) -> None:
-        [choice] = (await answered(web, PARIS + TOKYO, tools=TOOLS)).json["choices"]
-        message = choice["message"]
-        assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
-        calls = message["tool_calls"]
-        found.append([(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls])
-
-    run(streamed, text_edges=HERMES_EDGE)
-    run(whole, text_edges=HERMES_EDGE)
-    assert found[0] == found[1]
-    assert len(found[0]) == 2
+async def test_a_stream_and_a_whole_answer_have_the_same_calls() -> None:
+    exchange = await answered(Web(text_edges=HERMES_EDGE), PARIS + TOKYO, stream=True, tools=TOOLS)
+    streamed = [(call["id"], call["name"], call["args"]) for call in accumulated(exchange).values()]
+    [choice] = (await answered(Web(text_edges=HERMES_EDGE), PARIS + TOKYO, tools=TOOLS)).json["choices"]
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
+    calls = [(call["id"], call["function"]) for call in message["tool_calls"]]
+    assert streamed == [(number, function["name"], function["arguments"]) for number, function in calls]
+    assert len(streamed) == 2
 
 
 @pytest.mark.parametrize(
     ("choice", "reason"), [("auto", "tool_calls"), ("required", "tool_calls"), (FORCED, "stop"), (None, "tool_calls")]
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_calls_end_with_tool_calls_and_a_function_that_was_named_with_stop(
+async def test_calls_end_with_tool_calls_and_a_function_that_was_named_with_stop(
     choice: Any, reason: str, stream: bool
 ) -> None:
-    async def test(web: Web) -> None:
-        exchange = await answered(web, PARIS, stream=stream, tools=TOOLS, tool_choice=choice)
-        found = reasons(exchange) if stream else [exchange.json["choices"][0]["finish_reason"]]
-        assert found == [reason]
-
-    run(test, text_edges=HERMES_EDGE)
+    web = Web(text_edges=HERMES_EDGE)
+    exchange = await answered(web, PARIS, stream=stream, tools=TOOLS, tool_choice=choice)
+    found = reasons(exchange) if stream else [exchange.json["choices"][0]["finish_reason"]]
+    assert found == [reason]
 
 
-def test_an_answer_of_text_is_one_with_tools_too() -> None:
-    async def test(web: Web) -> None:
-        [choice] = (await answered(web, "1 < 2", tools=TOOLS)).json["choices"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("1 < 2", "stop")
-        assert "tool_calls" not in choice["message"]
-
-    run(test, text_edges=HERMES_EDGE)
+async def test_an_answer_of_text_is_one_with_tools_too() -> None:
+    web = Web(text_edges=HERMES_EDGE)
+    [choice] = (await answered(web, "1 < 2", tools=TOOLS)).json["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("1 < 2", "stop")
+    assert "tool_calls" not in choice["message"]
 
 
-def test_calls_that_are_cut_by_the_limit_end_with_length() -> None:
-    async def test(web: Web) -> None:
-        exchange = await answered(
-            web, PARIS.partition('is"')[0], end="length", stream=True, tools=TOOLS, tool_choice="required"
-        )
-        assert accumulated(exchange)[0]["args"] == '{"city": "Par'
-        assert reasons(exchange) == ["length"]
-
-    run(test, text_edges=HERMES_EDGE)
+async def test_calls_that_are_cut_by_the_limit_end_with_length() -> None:
+    web = Web(text_edges=HERMES_EDGE)
+    exchange = await answered(
+        web, PARIS.partition('is"')[0], end="length", stream=True, tools=TOOLS, tool_choice="required"
+    )
+    assert accumulated(exchange)[0]["args"] == '{"city": "Par'
+    assert reasons(exchange) == ["length"]
 
 
-def test_a_model_is_read_in_the_format_that_it_writes() -> None:
-    async def test(web: Web) -> None:
-        text = '{"name": "weather", "parameters": {"city": "Paris"}}'
-        exchange = await answered(web, text, stream=True, tools=TOOLS)
-        assert [call["args"] for call in accumulated(exchange).values()] == BOTH[:1]
-
-    run(test, text_edges=LLAMA3_EDGE)
+async def test_a_model_is_read_in_the_format_that_it_writes() -> None:
+    web = Web(text_edges=LLAMA3_EDGE)
+    text = '{"name": "weather", "parameters": {"city": "Paris"}}'
+    exchange = await answered(web, text, stream=True, tools=TOOLS)
+    assert [call["args"] for call in accumulated(exchange).values()] == BOTH[:1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_text_that_looks_like_a_call_is_content(fields: Any) -> None:
-    async def test(web: Web) -> None:
-        [choice] = (await answered(web, PARIS, **fields)).json["choices"]
-        assert choice["message"]["content"] == PARIS
-
-    run(test, text_edges=HERMES_EDGE)
+async def test_without_tools_text_that_looks_like_a_call_is_content(fields: Any) -> None:
+    web = Web(text_edges=HERMES_EDGE)
+    [choice] = (await answered(web, PARIS, **fields)).json["choices"]
+    assert choice["message"]["content"] == PARIS
 
 
 @pytest.mark.parametrize("group", [1, 7, 1000])
-def test_thoughts_are_told_apart_and_never_hold_half_a_tag(group: int) -> None:
+async def test_thoughts_are_told_apart_and_never_hold_half_a_tag(group: int) -> None:
     text = f"<think>\nHm: {PARIS} </thi\n</think>\n\nYes. {TOKYO}"
-
-    async def test(web: Web) -> None:
-        exchange = await answered(web, text, group, stream=True, tools=TOOLS)
-        thought = "".join(delta.get("reasoning_content") or "" for delta in deltas(exchange))
-        assert thought == f"Hm: {PARIS} </thi"
-        assert exchange.text == "Yes."
-        assert [call["args"] for call in accumulated(exchange).values()] == BOTH[1:]
-
-    run(test, text_edges=THINKING_EDGE)
+    web = Web(text_edges=THINKING_EDGE)
+    exchange = await answered(web, text, group, stream=True, tools=TOOLS)
+    thought = "".join(delta.get("reasoning_content") or "" for delta in deltas(exchange))
+    assert thought == f"Hm: {PARIS} </thi"
+    assert exchange.text == "Yes."
+    assert [call["args"] for call in accumulated(exchange).values()] == BOTH[1:]
 
 
-def test_thoughts_are_a_field_of_the_whole_answer_and_are_counted() -> None:
-    async def test(web: Web) -> None:
-        answer = (await answered(web, "<think>Hm.</think>Yes.")).json
-        message = answer["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
-        assert 3 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= len("<think>Hm.</think>")
-
-    run(test, text_edges=THINKING_EDGE)
+async def test_thoughts_are_a_field_of_the_whole_answer_and_are_counted() -> None:
+    web = Web(text_edges=THINKING_EDGE)
+    answer = (await answered(web, "<think>Hm.</think>Yes.")).json
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert 3 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= len("<think>Hm.</think>")
 
 
-def test_the_job_has_the_grammar_of_what_was_asked_for() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(tools=TOOLS, tool_choice="required")
-        await web.chat(response_format={"type": "json_object"})
-        await web.chat()
-        grammars = [worker.claim(f"chatcmpl-{number}").sampling.grammar for number in (1, 2, 3)]
-        assert "weather" in grammars[0]
-        assert "additionalProperties" in grammars[1]
-        assert grammars[2] == ""
-
-    run(test, text_edges=HERMES_EDGE)
+async def test_the_job_has_the_grammar_of_what_was_asked_for() -> None:
+    web = Web(text_edges=HERMES_EDGE)
+    worker = web.worker()
+    await web.chat(tools=TOOLS, tool_choice="required")
+    await web.chat(response_format={"type": "json_object"})
+    await web.chat()
+    grammars = [worker.claim(f"chatcmpl-{number}").sampling.grammar for number in (1, 2, 3)]
+    assert "weather" in grammars[0]
+    assert "additionalProperties" in grammars[1]
+    assert grammars[2] == ""
 
 
 @pytest.mark.parametrize(

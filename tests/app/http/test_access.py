@@ -9,7 +9,7 @@ import pytest
 from falcon.asgi import Request
 
 from app.http.api_keys import KeyFile, KeyFileError, key_name
-from tests.app.web import Exchange, Web, run
+from tests.app.web import Exchange, Web
 
 PAGE = "http://localhost:3000"
 GOOD = {"authorization": "Bearer sk-alice"}
@@ -82,13 +82,11 @@ class TestKeyFile:
 
 
 class TestApiKeys:
-    def test_a_request_with_a_valid_key_is_let_in_in_its_name(self, path: Path) -> None:
-        async def test(web: Web) -> None:
-            exchange = await web.request("GET", "/v1/models", headers=GOOD)
-            assert exchange.status == 200
-            assert key_name(Request(exchange.scope, None)) == "Alice B."  # type: ignore[arg-type]
-
-        run(test, keys=KeyFile(path))
+    async def test_a_request_with_a_valid_key_is_let_in_in_its_name(self, path: Path) -> None:
+        web = Web(keys=KeyFile(path))
+        exchange = await web.request("GET", "/v1/models", headers=GOOD)
+        assert exchange.status == 200
+        assert key_name(Request(exchange.scope, None)) == "Alice B."  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         "headers",
@@ -105,40 +103,31 @@ class TestApiKeys:
         ],
     )
     @pytest.mark.parametrize("path_", ["/v1/chat/completions", "/v1/models", "/nothing"])
-    def test_any_other_is_refused_in_openai_s_shape_and_says_how(
+    async def test_any_other_is_refused_in_openai_s_shape_and_says_how(
         self, path: Path, headers: dict[str, str], path_: str
     ) -> None:
-        async def test(web: Web) -> None:
-            exchange = await web.request("POST", path_, b"{}", headers)
-            assert exchange.status == 401
-            assert (exchange.error["type"], exchange.error["code"]) == ("invalid_request_error", "invalid_api_key")
-            assert exchange.headers["www-authenticate"] == "Bearer"
-            assert exchange.headers["x-request-id"].startswith("req-")
+        web = Web(keys=KeyFile(path))
+        exchange = await web.request("POST", path_, b"{}", headers)
+        assert exchange.status == 401
+        assert (exchange.error["type"], exchange.error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert exchange.headers["www-authenticate"] == "Bearer"
+        assert exchange.headers["x-request-id"].startswith("req-")
 
-        run(test, keys=KeyFile(path))
+    async def test_the_scheme_is_known_in_any_case(self, path: Path) -> None:
+        web = Web(keys=KeyFile(path))
+        headers = {"authorization": "bearer  sk-alice "}
+        assert (await web.request("GET", "/v1/models", headers=headers)).status == 200
 
-    def test_the_scheme_is_known_in_any_case(self, path: Path) -> None:
-        async def test(web: Web) -> None:
-            headers = {"authorization": "bearer  sk-alice "}
-            assert (await web.request("GET", "/v1/models", headers=headers)).status == 200
+    async def test_health_needs_no_key(self, path: Path) -> None:
+        web = Web(keys=KeyFile(path))
+        web.worker()
+        assert (await web.request("GET", "/livez")).status == 200
+        assert (await web.request("GET", "/readyz")).status == 200
 
-        run(test, keys=KeyFile(path))
-
-    def test_health_needs_no_key(self, path: Path) -> None:
-        async def test(web: Web) -> None:
-            web.worker()
-            assert (await web.request("GET", "/livez")).status == 200
-            assert (await web.request("GET", "/readyz")).status == 200
-
-        run(test, keys=KeyFile(path))
-
-    def test_without_a_key_file_everybody_is_let_in(self) -> None:
-        async def test(web: Web) -> None:
-            exchange = await web.request("GET", "/v1/models", headers={"authorization": "Bearer local"})
-            assert exchange.status == 200
-            assert key_name(Request(exchange.scope, None)) == ""  # type: ignore[arg-type]
-
-        run(test)
+    async def test_without_a_key_file_everybody_is_let_in(self, web: Web) -> None:
+        exchange = await web.request("GET", "/v1/models", headers={"authorization": "Bearer local"})
+        assert exchange.status == 200
+        assert key_name(Request(exchange.scope, None)) == ""  # type: ignore[arg-type]
 
 
 async def preflight(web: Web, path: str = "/v1/chat/completions", origin: str = PAGE, **headers: str) -> Exchange:
@@ -147,103 +136,77 @@ async def preflight(web: Web, path: str = "/v1/chat/completions", origin: str = 
 
 
 class TestCors:
-    def test_a_browser_may_ask_from_any_page(self) -> None:
-        async def test(web: Web) -> None:
-            wanted = "authorization,content-type,x-stainless-lang"
-            exchange = await preflight(web, **{"access-control-request-headers": wanted})
-            assert exchange.status in (200, 204)
-            assert exchange.body == b""
+    async def test_a_browser_may_ask_from_any_page(self, web: Web) -> None:
+        wanted = "authorization,content-type,x-stainless-lang"
+        exchange = await preflight(web, **{"access-control-request-headers": wanted})
+        assert exchange.status in (200, 204)
+        assert exchange.body == b""
+        assert exchange.headers["access-control-allow-origin"] == "*"
+        assert "POST" in exchange.headers["access-control-allow-methods"]
+        assert exchange.headers["access-control-allow-headers"] == wanted
+        assert int(exchange.headers["access-control-max-age"]) > 0
+
+    async def test_a_preflight_needs_no_key(self, path: Path) -> None:
+        web = Web(keys=KeyFile(path))
+        exchange = await preflight(web)
+        assert exchange.headers["access-control-allow-origin"] == "*"
+        assert "authorization" in exchange.headers["access-control-allow-headers"]
+
+    async def test_names_of_headers_that_are_none_are_not_repeated(self, web: Web) -> None:
+        exchange = await preflight(web, **{"access-control-request-headers": "x\u00e4; evil"})
+        assert exchange.headers["access-control-allow-headers"] == "authorization, content-type"
+
+    async def test_a_page_may_read_errors_too(self, path: Path) -> None:
+        web = Web(keys=KeyFile(path))
+        for method, where, status in (
+            ("POST", "/v1/chat/completions", 401),
+            ("GET", "/nothing", 401),
+        ):
+            exchange = await web.request(method, where, b"{", {"origin": PAGE})
+            assert exchange.status == status
             assert exchange.headers["access-control-allow-origin"] == "*"
-            assert "POST" in exchange.headers["access-control-allow-methods"]
-            assert exchange.headers["access-control-allow-headers"] == wanted
-            assert int(exchange.headers["access-control-max-age"]) > 0
-
-        run(test)
-
-    def test_a_preflight_needs_no_key(self, path: Path) -> None:
-        async def test(web: Web) -> None:
-            exchange = await preflight(web)
+            assert "www-authenticate" in exchange.headers["access-control-expose-headers"]
+        for method, where, status in (
+            ("POST", "/v1/chat/completions", 400),
+            ("GET", "/nothing", 404),
+            ("PUT", "/v1/models", 405),
+        ):
+            exchange = await web.request(method, where, b"{", {"origin": PAGE, **GOOD})
+            assert exchange.status == status
             assert exchange.headers["access-control-allow-origin"] == "*"
-            assert "authorization" in exchange.headers["access-control-allow-headers"]
 
-        run(test, keys=KeyFile(path))
+    async def test_a_page_may_read_a_stream(self, web: Web) -> None:
+        web.worker()
+        exchange = await web.post(
+            {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "stream": True}, origin=PAGE
+        )
+        assert exchange.status == 200
+        assert exchange.headers["access-control-allow-origin"] == "*"
+        assert "x-request-id" in exchange.headers["access-control-expose-headers"]
 
-    def test_names_of_headers_that_are_none_are_not_repeated(self) -> None:
-        async def test(web: Web) -> None:
-            exchange = await preflight(web, **{"access-control-request-headers": "x\u00e4; evil"})
-            assert exchange.headers["access-control-allow-headers"] == "authorization, content-type"
+    async def test_credentials_are_never_allowed(self, web: Web) -> None:
+        assert "access-control-allow-credentials" not in (await preflight(web)).headers
 
-        run(test)
-
-    def test_a_page_may_read_errors_too(self, path: Path) -> None:
-        async def test(web: Web) -> None:
-            for method, where, status in (
-                ("POST", "/v1/chat/completions", 401),
-                ("GET", "/nothing", 401),
-            ):
-                exchange = await web.request(method, where, b"{", {"origin": PAGE})
-                assert exchange.status == status
-                assert exchange.headers["access-control-allow-origin"] == "*"
-                assert "www-authenticate" in exchange.headers["access-control-expose-headers"]
-            for method, where, status in (
-                ("POST", "/v1/chat/completions", 400),
-                ("GET", "/nothing", 404),
-                ("PUT", "/v1/models", 405),
-            ):
-                exchange = await web.request(method, where, b"{", {"origin": PAGE, **GOOD})
-                assert exchange.status == status
-                assert exchange.headers["access-control-allow-origin"] == "*"
-
-        run(test, keys=KeyFile(path))
-
-    def test_a_page_may_read_a_stream(self) -> None:
-        async def test(web: Web) -> None:
-            web.worker()
-            exchange = await web.post(
-                {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "stream": True}, origin=PAGE
-            )
-            assert exchange.status == 200
-            assert exchange.headers["access-control-allow-origin"] == "*"
-            assert "x-request-id" in exchange.headers["access-control-expose-headers"]
-
-        run(test)
-
-    def test_credentials_are_never_allowed(self) -> None:
-        async def test(web: Web) -> None:
-            assert "access-control-allow-credentials" not in (await preflight(web)).headers
-
-        run(test)
-
-    def test_listed_origins_are_allowed_one_by_one(self) -> None:
-        async def test(web: Web) -> None:
-            exchange = await preflight(web)
-            assert exchange.headers["access-control-allow-origin"] == PAGE
+    async def test_listed_origins_are_allowed_one_by_one(self) -> None:
+        web = Web(cors_origins=("https://chat.example", PAGE))
+        exchange = await preflight(web)
+        assert exchange.headers["access-control-allow-origin"] == PAGE
+        assert exchange.headers["vary"] == "origin"
+        for origin in ("http://localhost:3001", "null", "*", PAGE.upper()):
+            exchange = await preflight(web, origin=origin)
+            assert not [name for name in exchange.headers if name.startswith("access-control")]
             assert exchange.headers["vary"] == "origin"
-            for origin in ("http://localhost:3001", "null", "*", PAGE.upper()):
-                exchange = await preflight(web, origin=origin)
-                assert not [name for name in exchange.headers if name.startswith("access-control")]
-                assert exchange.headers["vary"] == "origin"
 
-        run(test, cors_origins=("https://chat.example", PAGE))
+    async def test_it_can_be_switched_off(self) -> None:
+        web = Web(cors_origins=())
+        exchange = await preflight(web)
+        assert not [name for name in exchange.headers if name.startswith("access-control")]
 
-    def test_it_can_be_switched_off(self) -> None:
-        async def test(web: Web) -> None:
-            exchange = await preflight(web)
-            assert not [name for name in exchange.headers if name.startswith("access-control")]
+    async def test_without_an_origin_there_is_nothing_to_say(self, web: Web) -> None:
+        exchange = await web.request("GET", "/v1/models")
+        assert not [name for name in exchange.headers if name.startswith("access-control")]
 
-        run(test, cors_origins=())
-
-    def test_without_an_origin_there_is_nothing_to_say(self) -> None:
-        async def test(web: Web) -> None:
-            exchange = await web.request("GET", "/v1/models")
-            assert not [name for name in exchange.headers if name.startswith("access-control")]
-
-        run(test)
-
-    def test_an_unknown_path_has_no_preflight(self) -> None:
-        async def test(web: Web) -> None:
-            exchange = await preflight(web, "/nothing")
-            assert exchange.status == 404
-            assert "access-control-allow-methods" not in exchange.headers
-
-        run(test)
+    async def test_an_unknown_path_has_no_preflight(self, web: Web) -> None:
+        exchange = await preflight(web, "/nothing")
+        assert exchange.status == 404
+        assert "access-control-allow-methods" not in exchange.headers

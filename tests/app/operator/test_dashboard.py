@@ -14,7 +14,7 @@ from redis.exceptions import TimeoutError
 from app.http.api_keys import KeyFile
 from app.operator.dashboard import FILES
 from app.operator.viewers import MAX_VIEWERS
-from tests.app.web import MODEL, Exchange, Web, run
+from tests.app.web import MODEL, Exchange, Web
 
 KEY = "Bearer sk-alice"
 
@@ -35,27 +35,21 @@ async def watch(web: Web, **headers: str) -> Exchange:
     return await web.get("/dashboard/events", **headers)
 
 
-def test_every_file_of_the_page_is_served_with_its_type_and_fences() -> None:
-    async def test(web: Web) -> None:
-        for path, (name, media_type) in FILES.items():
-            exchange = await web.get(path)
-            assert (exchange.status, exchange.headers["content-type"]) == (200, media_type)
-            assert exchange.body == (files("app.operator") / "page" / name).read_bytes()
-            assert "default-src 'none'" in exchange.headers["content-security-policy"]
-            assert exchange.headers["x-content-type-options"] == "nosniff"
-
-    run(test)
+async def test_every_file_of_the_page_is_served_with_its_type_and_fences(web: Web) -> None:
+    for path, (name, media_type) in FILES.items():
+        exchange = await web.get(path)
+        assert (exchange.status, exchange.headers["content-type"]) == (200, media_type)
+        assert exchange.body == (files("app.operator") / "page" / name).read_bytes()
+        assert "default-src 'none'" in exchange.headers["content-security-policy"]
+        assert exchange.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_page_that_is_known_already_is_not_sent_again() -> None:
-    async def test(web: Web) -> None:
-        first = await web.get("/")
-        again = await web.get("/", if_none_match=first.headers["etag"])
-        assert (again.status, again.body) == (304, b"")
-        head = await web.request("HEAD", "/")
-        assert (head.status, head.body) == (200, b"")
-
-    run(test)
+async def test_a_page_that_is_known_already_is_not_sent_again(web: Web) -> None:
+    first = await web.get("/")
+    again = await web.get("/", if_none_match=first.headers["etag"])
+    assert (again.status, again.body) == (304, b"")
+    head = await web.request("HEAD", "/")
+    assert (head.status, head.body) == (200, b"")
 
 
 def test_the_page_is_made_of_its_own_files_alone() -> None:
@@ -74,141 +68,115 @@ def test_the_page_is_made_of_its_own_files_alone() -> None:
             assert link in FILES or link == "/openapi.json", f"{name}: {link}"
 
 
-def test_the_page_needs_no_key_and_its_data_does(keys: KeyFile) -> None:
-    async def test(web: Web) -> None:
-        for path in FILES:
-            assert (await web.get(path)).status == 200
-        for path in ("/dashboard/events", "/dashboard/requests/chatcmpl-1"):
-            assert (await web.get(path)).status == 401
-        exchange = await watch(web, authorization=KEY)
-        assert len(pictures(exchange)) == 1
-        exchange.leave()
-        await web.settle()
-
-    run(test, keys=keys)
+async def test_the_page_needs_no_key_and_its_data_does(keys: KeyFile) -> None:
+    web = Web(keys=keys)
+    for path in FILES:
+        assert (await web.get(path)).status == 200
+    for path in ("/dashboard/events", "/dashboard/requests/chatcmpl-1"):
+        assert (await web.get(path)).status == 401
+    exchange = await watch(web, authorization=KEY)
+    assert len(pictures(exchange)) == 1
+    exchange.leave()
+    await web.settle()
 
 
-def test_a_viewer_sees_workers_queues_and_requests_at_once() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(stream=True, max_completion_tokens=9)
-        await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
-        worker.append("chatcmpl-1", 0, 101, 102)
-        [picture] = pictures(await watch(web))
-        assert [(one["worker"], one["is_live"], one["num_held"]) for one in picture["workers"]] == [("w1", True, 1)]
-        assert {queue["priority"]: queue["num_waiting"] for queue in picture["queues"]} == {
-            "priority": 0,
-            "default": 1,
-            "flex": 0,
-        }
-        running, waiting = picture["requests"]
-        assert (running["request_id"], running["state"], running["num_tokens"], running["max_tokens"]) == (
-            "chatcmpl-1",
-            "streaming",
-            2,
-            9,
-        )
-        assert (waiting["request_id"], waiting["state"]) == ("chatcmpl-2", "offered")
-
-    run(test)
+async def test_a_viewer_sees_workers_queues_and_requests_at_once(web: Web) -> None:
+    worker = web.worker()
+    await web.chat(stream=True, max_completion_tokens=9)
+    await web.chat(stream=True)
+    worker.claim("chatcmpl-1")
+    worker.append("chatcmpl-1", 0, 101, 102)
+    [picture] = pictures(await watch(web))
+    assert [(one["worker"], one["is_live"], one["num_held"]) for one in picture["workers"]] == [("w1", True, 1)]
+    assert {queue["priority"]: queue["num_waiting"] for queue in picture["queues"]} == {
+        "priority": 0,
+        "default": 1,
+        "flex": 0,
+    }
+    running, waiting = picture["requests"]
+    assert (running["request_id"], running["state"], running["num_tokens"], running["max_tokens"]) == (
+        "chatcmpl-1",
+        "streaming",
+        2,
+        9,
+    )
+    assert (waiting["request_id"], waiting["state"]) == ("chatcmpl-2", "offered")
 
 
-def test_no_picture_has_a_text_of_a_client() -> None:
-    async def test(web: Web) -> None:
-        worker, exchange = await web.claimed_chat(
-            messages=[{"role": "user", "content": "secret-plan"}], user="someone-private"
-        )
-        worker.append("chatcmpl-1", 0, 101, end="length")
-        await web.turn()
-        assert exchange.status == 200
-        seen = (await watch(web)).body + (await web.get("/dashboard/requests/chatcmpl-1")).body
-        assert b"secret-plan" not in seen
-        assert b"someone-private" not in seen
-        assert exchange.json["choices"][0]["message"]["content"].encode() not in seen
-
-    run(test)
+async def test_no_picture_has_a_text_of_a_client(web: Web) -> None:
+    worker, exchange = await web.claimed_chat(
+        messages=[{"role": "user", "content": "secret-plan"}], user="someone-private"
+    )
+    worker.append("chatcmpl-1", 0, 101, end="length")
+    await web.turn()
+    assert exchange.status == 200
+    seen = (await watch(web)).body + (await web.get("/dashboard/requests/chatcmpl-1")).body
+    assert b"secret-plan" not in seen
+    assert b"someone-private" not in seen
+    assert exchange.json["choices"][0]["message"]["content"].encode() not in seen
 
 
-def test_without_redis_viewers_are_told_so_and_stay() -> None:
-    async def test(web: Web) -> None:
-        def away(*args: object, **kwargs: object) -> None:
-            raise TimeoutError("no answer")
+async def test_without_redis_viewers_are_told_so_and_stay(web: Web) -> None:
+    def away(*args: object, **kwargs: object) -> None:
+        raise TimeoutError("no answer")
 
-        web.redis.pipeline = away  # type: ignore[assignment]
-        exchange = await watch(web)
-        assert pictures(exchange) == [{"error": "queue_unreachable"}]
-        assert not exchange.is_over
-        web.redis.hmget = away  # type: ignore[assignment]
-        refused = await web.get("/dashboard/requests/chatcmpl-1")
-        assert (refused.status, refused.error["code"]) == (503, "queue_unreachable")
-
-    run(test)
+    web.redis.pipeline = away  # type: ignore[assignment]
+    exchange = await watch(web)
+    assert pictures(exchange) == [{"error": "queue_unreachable"}]
+    assert not exchange.is_over
+    web.redis.hmget = away  # type: ignore[assignment]
+    refused = await web.get("/dashboard/requests/chatcmpl-1")
+    assert (refused.status, refused.error["code"]) == (503, "queue_unreachable")
 
 
-def test_who_leaves_makes_room_for_another() -> None:
-    async def test(web: Web) -> None:
-        viewers = [await watch(web) for _ in range(MAX_VIEWERS)]
-        refused = await watch(web)
-        assert (refused.status, refused.error["code"]) == (503, "too_many_viewers")
-        assert int(refused.headers["retry-after"]) > 1
-        viewers[5].leave()
-        await web.settle()
-        assert (await watch(web)).status == 200
-
-    run(test)
+async def test_who_leaves_makes_room_for_another(web: Web) -> None:
+    viewers = [await watch(web) for _ in range(MAX_VIEWERS)]
+    refused = await watch(web)
+    assert (refused.status, refused.error["code"]) == (503, "too_many_viewers")
+    assert int(refused.headers["retry-after"]) > 1
+    viewers[5].leave()
+    await web.settle()
+    assert (await watch(web)).status == 200
 
 
-def test_the_drain_ends_viewers_and_lets_no_more_in() -> None:
-    async def test(web: Web) -> None:
-        exchange = await watch(web)
-        await web.app.drain(budget_s=60)
-        await web.settle()
-        assert exchange.is_over
-        refused = await watch(web)
-        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
-
-    run(test)
+async def test_the_drain_ends_viewers_and_lets_no_more_in(web: Web) -> None:
+    exchange = await watch(web)
+    await web.app.drain(budget_s=60)
+    await web.settle()
+    assert exchange.is_over
+    refused = await watch(web)
+    assert (refused.status, refused.error["code"]) == (503, "shutting_down")
 
 
-def test_a_timeline_has_every_fact_of_its_request_in_order() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        exchange = await web.chat(max_completion_tokens=9)
-        await web.chat(stream=True)
-        worker.claim("chatcmpl-1")
-        worker.append("chatcmpl-1", 0, 101, 102, end="length", cached=16)
-        await web.turn()
-        assert exchange.status == 200
-        life = (await web.get("/dashboard/requests/chatcmpl-1")).json
-        assert [fact["kind"] for fact in life["facts"]] == ["submitted", "claimed", "first_token", "ended"]
-        assert life["is_complete"]
-        assert (life["record"]["state"], life["record"]["next_index"]) == ("finished", 2)
-        assert life["facts"][0]["details"]["max_tokens"] == 9
-        assert life["facts"][1]["worker"] == "w1"
-        assert life["facts"][3]["details"] == {"reason": "length", "next_index": 2, "cached": 16}
-        assert life["facts"][0]["model"] == MODEL
-
-    run(test)
+async def test_a_timeline_has_every_fact_of_its_request_in_order(web: Web) -> None:
+    worker = web.worker()
+    exchange = await web.chat(max_completion_tokens=9)
+    await web.chat(stream=True)
+    worker.claim("chatcmpl-1")
+    worker.append("chatcmpl-1", 0, 101, 102, end="length", cached=16)
+    await web.turn()
+    assert exchange.status == 200
+    life = (await web.get("/dashboard/requests/chatcmpl-1")).json
+    assert [fact["kind"] for fact in life["facts"]] == ["submitted", "claimed", "first_token", "ended"]
+    assert life["is_complete"]
+    assert (life["record"]["state"], life["record"]["next_index"]) == ("finished", 2)
+    assert life["facts"][0]["details"]["max_tokens"] == 9
+    assert life["facts"][1]["worker"] == "w1"
+    assert life["facts"][3]["details"] == {"reason": "length", "next_index": 2, "cached": 16}
+    assert life["facts"][0]["model"] == MODEL
 
 
-def test_a_timeline_that_lost_its_beginning_says_so() -> None:
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        await web.chat(stream=True)
-        web.redis.xtrim("tf:events", maxlen=0)
-        worker.claim("chatcmpl-1")
-        life = (await web.get("/dashboard/requests/chatcmpl-1")).json
-        assert not life["is_complete"]
-        assert [fact["kind"] for fact in life["facts"]] == ["claimed"]
-
-    run(test)
+async def test_a_timeline_that_lost_its_beginning_says_so(web: Web) -> None:
+    worker = web.worker()
+    await web.chat(stream=True)
+    web.redis.xtrim("tf:events", maxlen=0)
+    worker.claim("chatcmpl-1")
+    life = (await web.get("/dashboard/requests/chatcmpl-1")).json
+    assert not life["is_complete"]
+    assert [fact["kind"] for fact in life["facts"]] == ["claimed"]
 
 
-def test_a_request_that_nothing_is_kept_of_is_not_found() -> None:
-    async def test(web: Web) -> None:
-        for request_id in ("chatcmpl-none", "x" * 1000, "%3Cb%3E"):
-            exchange = await web.get(f"/dashboard/requests/{request_id}")
-            assert (exchange.status, exchange.error["code"]) == (404, "request_not_found")
-
-    run(test)
+async def test_a_request_that_nothing_is_kept_of_is_not_found(web: Web) -> None:
+    for request_id in ("chatcmpl-none", "x" * 1000, "%3Cb%3E"):
+        exchange = await web.get(f"/dashboard/requests/{request_id}")
+        assert (exchange.status, exchange.error["code"]) == (404, "request_not_found")

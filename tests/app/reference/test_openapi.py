@@ -18,7 +18,7 @@ from app.errors import ApiError
 from app.reference.compatibility import page, values
 from app.reference.openapi import OPERATIONS, body_schema, document
 from app.reference.shapes import SCHEMAS
-from tests.app.web import HELLO, MODEL, Web, run
+from tests.app.web import HELLO, MODEL, Web
 
 ROOT = Path(__file__).parents[3]
 TABLES = {
@@ -29,25 +29,19 @@ TABLES = {
 }
 
 
-def test_it_is_served_for_the_models_of_the_server() -> None:
-    async def test(web: Web) -> None:
-        exchange = await web.request("GET", "/openapi.json")
-        assert (exchange.status, exchange.headers["content-type"]) == (200, "application/json")
-        assert exchange.json == orjson.loads(orjson.dumps(document([MODEL])))
-        schema = exchange.json["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]
-        assert schema["application/json"]["schema"]["properties"]["model"]["enum"] == [MODEL]
-
-    run(test)
+async def test_it_is_served_for_the_models_of_the_server(web: Web) -> None:
+    exchange = await web.request("GET", "/openapi.json")
+    assert (exchange.status, exchange.headers["content-type"]) == (200, "application/json")
+    assert exchange.json == orjson.loads(orjson.dumps(document([MODEL])))
+    schema = exchange.json["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]
+    assert schema["application/json"]["schema"]["properties"]["model"]["enum"] == [MODEL]
 
 
-def test_every_operation_is_routed() -> None:
-    async def test(web: Web) -> None:
-        for operation in OPERATIONS:
-            path = operation.path.replace("{model}", MODEL).replace("{completion_id}", "chatcmpl-1")
-            exchange = await web.request("OPTIONS", path)
-            assert operation.method.upper() in exchange.headers["allow"], path
-
-    run(test)
+async def test_every_operation_is_routed(web: Web) -> None:
+    for operation in OPERATIONS:
+        path = operation.path.replace("{model}", MODEL).replace("{completion_id}", "chatcmpl-1")
+        exchange = await web.request("OPTIONS", path)
+        assert operation.method.upper() in exchange.headers["allow"], path
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -104,30 +98,28 @@ def test_the_schema_of_a_field_takes_what_its_check_takes(table: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_answers_have_the_shapes_that_the_document_shows(path: str, stream: bool, fails: bool) -> None:
+async def test_answers_have_the_shapes_that_the_document_shows(
+    web: Web, path: str, stream: bool, fails: bool
+) -> None:
     chat = "chat" in path
     fields = {"messages": HELLO} if chat else {"prompt": "hi", "echo": True}
     whole, chunk = ("ChatCompletion", "ChatCompletionChunk") if chat else ("Completion", "Completion")
-
-    async def test(web: Web) -> None:
-        worker = web.worker()
-        body = orjson.dumps({"model": MODEL, "n": 2, "stream": stream, **fields})
-        exchange = await web.request("POST", path, body)
-        first = exchange.headers.get("x-request-id") or ("chatcmpl-1" if chat else "cmpl-1")
-        for request_id in (first, f"{first}.1"):
-            worker.claim(request_id)
-            worker.append(request_id, 0, 101, 102, end="engine_error" if fails else "stop")
-        await web.turn()
-        if not stream:
-            assert matches("Error" if fails else whole, exchange.json)
-            return
-        lines = [line[6:] for line in exchange.body.decode().split("\n") if line.startswith("data: ")]
-        last = lines.pop()
-        assert matches("Error", orjson.loads(last)) if fails else last == "[DONE]"
-        assert len(lines) > 1
-        assert all(matches(chunk, orjson.loads(line)) for line in lines)
-
-    run(test)
+    worker = web.worker()
+    body = orjson.dumps({"model": MODEL, "n": 2, "stream": stream, **fields})
+    exchange = await web.request("POST", path, body)
+    first = exchange.headers.get("x-request-id") or ("chatcmpl-1" if chat else "cmpl-1")
+    for request_id in (first, f"{first}.1"):
+        worker.claim(request_id)
+        worker.append(request_id, 0, 101, 102, end="engine_error" if fails else "stop")
+    await web.turn()
+    if not stream:
+        assert matches("Error" if fails else whole, exchange.json)
+        return
+    lines = [line[6:] for line in exchange.body.decode().split("\n") if line.startswith("data: ")]
+    last = lines.pop()
+    assert matches("Error", orjson.loads(last)) if fails else last == "[DONE]"
+    assert len(lines) > 1
+    assert all(matches(chunk, orjson.loads(line)) for line in lines)
 
 
 def matches(name: str, value: Any) -> bool:

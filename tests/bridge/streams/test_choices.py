@@ -10,7 +10,7 @@ from bridge.streams.choices import ChoiceStreams, open_streams
 from bridge.streams.relay import ClientGone
 from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import TokenEvent
-from tests.bridge.reading import Streams, run
+from tests.bridge.reading import Streams
 from tests.conftest import RedisServer
 
 
@@ -20,39 +20,32 @@ def opened(streams: Streams, names: str) -> ChoiceStreams:
     return open_streams(streams.reader, names, Waiting(asyncio.get_running_loop()))
 
 
-def test_one_wait_is_ended_by_any_of_them(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        choices = opened(streams, "abc")
-        for name, number in (("b", 1), ("c", 2), ("a", 0)):
-            waiting = asyncio.ensure_future(choices.next(3600))
-            await asyncio.sleep(0)
-            streams.append(name, 0, 5)
-            await streams.turn()
-            assert await waiting == [(number, [TokenEvent(0, 1, (5,))])]
-
-    run(redis_server, test)
+async def test_one_wait_is_ended_by_any_of_them(streams: Streams) -> None:
+    choices = opened(streams, "abc")
+    for name, number in (("b", 1), ("c", 2), ("a", 0)):
+        waiting = asyncio.ensure_future(choices.next(3600))
+        await asyncio.sleep(0)
+        streams.append(name, 0, 5)
+        await streams.turn()
+        assert await waiting == [(number, [TokenEvent(0, 1, (5,))])]
 
 
-def test_what_came_of_several_is_given_together(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_what_came_of_several_is_given_together(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         choices = opened(streams, "abc")
         streams.append("c", 0, 7)
         streams.append("a", 0, 5)
         await streams.turn()
         assert await choices.next(3600) == [(0, [TokenEvent(0, 1, (5,))]), (2, [TokenEvent(0, 1, (7,))])]
 
-    run(fake_server, test)
 
-
-def test_silence_is_an_empty_list(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_silence_is_an_empty_list(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         assert await opened(streams, "ab").next(0) == []
 
-    run(fake_server, test)
 
-
-def test_failing_one_or_all_ends_the_wait(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_failing_one_or_all_ends_the_wait(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         choices = opened(streams, "ab")
         waiting = asyncio.ensure_future(choices.next(3600))
         await asyncio.sleep(0)
@@ -64,11 +57,9 @@ def test_failing_one_or_all_ends_the_wait(fake_server: RedisServer) -> None:
         with pytest.raises(ClientGone):
             await choices.next(3600)
 
-    run(fake_server, test)
 
-
-def test_together_they_hold_no_more_than_one_would(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_together_they_hold_no_more_than_one_would(fake_server: RedisServer) -> None:
+    with Streams(fake_server, window=4) as streams:
         choices = opened(streams, "abcd")
         for name in "abcd":
             streams.append(name, 0, 1)
@@ -82,16 +73,12 @@ def test_together_they_hold_no_more_than_one_would(fake_server: RedisServer) -> 
             await streams.turn()
         assert sorted(seen) == [(number, token) for number in range(4) for token in (1, 2)]
 
-    run(fake_server, test, window=4)
 
-
-def test_closing_ends_the_reading_of_all(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_closing_ends_the_reading_of_all(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         choices = opened(streams, "ab")
         await streams.turn()
         assert streams.reader.num_feeds == 2
         choices.close()
         await streams.turn()
         assert streams.reader.num_feeds == 0
-
-    run(fake_server, test)

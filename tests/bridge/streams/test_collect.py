@@ -12,7 +12,7 @@ from bridge.streams.collect import EndedEarly, collect
 from bridge.streams.relay import ClientGone
 from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import EndState, TerminalEvent, TokenEvent
-from tests.bridge.reading import Streams, run
+from tests.bridge.reading import Streams
 from tests.conftest import RedisServer
 
 
@@ -54,8 +54,8 @@ class Answer:
         self.done.append(("leave", *choices))
 
 
-def test_a_whole_answer_has_all_tokens(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_a_whole_answer_has_all_tokens(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         answer = Answer(streams)
         streams.append("a", 0, 5)
         await streams.turn()
@@ -69,11 +69,9 @@ def test_a_whole_answer_has_all_tokens(fake_server: RedisServer) -> None:
         await streams.turn()
         assert streams.reader.num_feeds == 0
 
-    run(fake_server, test)
 
-
-def test_a_stop_string_closes_its_choice_once_and_takes_no_more_tokens(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_a_stop_string_closes_its_choice_once_and_takes_no_more_tokens(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         answer = Answer(streams, 2)
         streams.append("a", 0, 5, 6, 7)
         streams.append("b", 0, 5)
@@ -88,11 +86,9 @@ def test_a_stop_string_closes_its_choice_once_and_takes_no_more_tokens(fake_serv
         assert [sink.token_ids for sink in answer.sinks] == [[5, 6, 7], [5, 8]]
         assert answer.done == [("close", 0, "finished", "stop")]
 
-    run(fake_server, test)
 
-
-def test_a_stop_string_together_with_the_end_needs_no_closing(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_a_stop_string_together_with_the_end_needs_no_closing(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         answer = Answer(streams)
         streams.append("a", 0, 5, 6)
         streams.end("a", 2)
@@ -100,11 +96,9 @@ def test_a_stop_string_together_with_the_end_needs_no_closing(fake_server: Redis
         await answer.task
         assert answer.done == []
 
-    run(fake_server, test)
 
-
-def test_a_choice_that_fails_ends_the_answer_and_the_other_choices(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_a_choice_that_fails_ends_the_answer_and_the_other_choices(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         answer = Answer(streams, 3)
         streams.append("a", 0, 5)
         streams.end("a", 1)
@@ -115,11 +109,11 @@ def test_a_choice_that_fails_ends_the_answer_and_the_other_choices(fake_server: 
         assert caught.value.end.state == "failed"
         assert answer.done == [("close", 2, "cancelled", "other_choice_failed")]
 
-    run(fake_server, test)
 
-
-def test_what_the_streams_are_failed_with_is_raised_and_what_is_not_over_is_left(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_what_the_streams_are_failed_with_is_raised_and_what_is_not_over_is_left(
+    fake_server: RedisServer,
+) -> None:
+    with Streams(fake_server) as streams:
         answer = Answer(streams, 3)
         streams.append("a", 0, 5)
         streams.end("a", 1)
@@ -130,16 +124,12 @@ def test_what_the_streams_are_failed_with_is_raised_and_what_is_not_over_is_left
             await answer.task
         assert answer.done == [("close", 1, "finished", "stop"), ("leave", 2)]
 
-    run(fake_server, test)
 
-
-def test_a_cancelled_task_leaves(fake_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_a_cancelled_task_leaves(fake_server: RedisServer) -> None:
+    with Streams(fake_server) as streams:
         answer = Answer(streams)
         await streams.turn()
         answer.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer.task
         assert answer.done == [("leave", 0)]
-
-    run(fake_server, test)

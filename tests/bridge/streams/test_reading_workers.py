@@ -15,7 +15,7 @@ from tasks.protocol import keys
 from tasks.protocol.record import Append, AppendResult, Refused, Terminal
 from tasks.worker.publish import Publisher, Unpublishable
 from tests.bridge.cell import FINGERPRINT, Cell
-from tests.bridge.reading import Streams, Taker, run
+from tests.bridge.reading import Streams, Taker
 from tests.conftest import RedisServer
 from tests.tasks.visible import visible_tokens
 
@@ -69,8 +69,8 @@ class ModelWorker:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_everybody_gets_every_token_of_workers_once(redis_server: RedisServer, seed: int) -> None:
-    async def test(streams: Streams) -> None:
+async def test_everybody_gets_every_token_of_workers_once(redis_server: RedisServer, seed: int) -> None:
+    with Streams(redis_server, window=16) as streams:
         random = Random(seed)
         cell = Cell(streams.redis, redis_server.connect("queue"))
         workers = [ModelWorker(cell, name, random) for name in ("w1", "w2")]
@@ -130,5 +130,3 @@ def test_everybody_gets_every_token_of_workers_once(redis_server: RedisServer, s
             assert end.index == num_tokens[request_id] or end.state != "finished"
         assert num_log_reads > 10, "the test is about logs"
         assert sum(worker.num_refused for worker in workers) > 0, "there were disturbances"
-
-    run(redis_server, test, window=16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -80,7 +80,7 @@ class Socket:
 class Answer:
     """An answer of some choices, and what the relay did to its generations."""
 
-    def __init__(self, outlet: Socket | None, num_choices: int = 1) -> None:
+    def __init__(self, outlet: Socket | None = None, num_choices: int = 1) -> None:
         self.closed: list[tuple[object, ...]] = []
         """(state, reason) of the first choice, with the number of the choice before it for others; ("left", ...)."""
         waiting = Waiting(asyncio.get_running_loop())
@@ -106,318 +106,251 @@ class Answer:
         return b"".join([part async for part in self.relay])
 
 
-def run(
-    test: Callable[[Answer], Coroutine[Any, Any, None]], outlet: Socket | None = None, num_choices: int = 1
-) -> None:
-    async def main() -> None:
-        await test(Answer(outlet, num_choices))
-
-    asyncio.run(main())
+@pytest.fixture
+async def answer() -> Answer:
+    return Answer()
 
 
-def test_an_answer_is_opening_text_and_ending() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "A"))
-        assert await anext(answer.relay) == b"A"
-        answer.come(answer.say(1, "B"), END)
-        assert await answer.rest() == b"Bfinished]"
-        assert answer.closed == []
-
-    run(test)
+async def test_an_answer_is_opening_text_and_ending(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "A"))
+    assert await anext(answer.relay) == b"A"
+    answer.come(answer.say(1, "B"), END)
+    assert await answer.rest() == b"Bfinished]"
+    assert answer.closed == []
 
 
-def test_a_batch_without_text_sends_nothing() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "."))
-        following = asyncio.ensure_future(anext(answer.relay))
-        await asyncio.sleep(0)
-        assert not following.done()
-        answer.come(answer.say(1, "B"))
-        assert await following == b"B"
-
-    run(test)
+async def test_a_batch_without_text_sends_nothing(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "."))
+    following = asyncio.ensure_future(anext(answer.relay))
+    await asyncio.sleep(0)
+    assert not following.done()
+    answer.come(answer.say(1, "B"))
+    assert await following == b"B"
 
 
-def test_silence_becomes_keep_alive_comments() -> None:
-    async def test(answer: Answer) -> None:
-        relay = Relay(answer.streams, Letters(), answer, keep_alive_s=0)
-        assert [await anext(relay) for _ in range(3)] == [b"[", KEEP_ALIVE, KEEP_ALIVE]
-
-    run(test)
+async def test_silence_becomes_keep_alive_comments(answer: Answer) -> None:
+    relay = Relay(answer.streams, Letters(), answer, keep_alive_s=0)
+    assert [await anext(relay) for _ in range(3)] == [b"[", KEEP_ALIVE, KEEP_ALIVE]
 
 
 @pytest.mark.parametrize("outlet", [None, Socket()])
-def test_tokens_without_text_for_long_become_keep_alive_comments_too(outlet: Socket | None) -> None:
+async def test_tokens_without_text_for_long_become_keep_alive_comments_too(
+    answer: Answer, outlet: Socket | None
+) -> None:
     """A client behind a proxy must not be cut off while text is held back."""
+    now_s = [0.0]
+    relay = Relay(answer.streams, Letters(), answer, keep_alive_s=4, outlet=outlet, clock=lambda: now_s[0])
+    heard = b""
 
-    async def test(answer: Answer) -> None:
-        now_s = [0.0]
-        relay = Relay(answer.streams, Letters(), answer, keep_alive_s=4, outlet=outlet, clock=lambda: now_s[0])
-        heard = b""
+    async def read() -> None:
+        nonlocal heard
+        async for part in relay:
+            heard += part
 
-        async def read() -> None:
-            nonlocal heard
-            async for part in relay:
-                heard += part
+    task = asyncio.ensure_future(read())
+    await asyncio.sleep(0)
+    for index in range(12):
+        now_s[0] += 1
+        answer.come(answer.say(index, "A" if index == 5 else "."))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    answer.come(TerminalEvent(12, 1, "finished", "length"))
+    await task
+    written = outlet.written if outlet is not None else heard
+    assert written.replace(b"[", b"").replace(b"finished]", b"") == KEEP_ALIVE + b"A" + KEEP_ALIVE
 
-        task = asyncio.ensure_future(read())
-        await asyncio.sleep(0)
-        for index in range(12):
-            now_s[0] += 1
-            answer.come(answer.say(index, "A" if index == 5 else "."))
-            for _ in range(3):
-                await asyncio.sleep(0)
-        answer.come(TerminalEvent(12, 1, "finished", "length"))
+
+async def test_a_stop_string_closes_the_request_once_and_later_tokens_are_not_shown(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "AZB"))
+    assert await anext(answer.relay) == b"A"
+    assert answer.closed == [("finished", "stop")]
+    answer.come(answer.say(3, "CZ"))
+    answer.come(TerminalEvent(5, 1, "finished", "stop"))
+    assert await answer.rest() == b"finished]"
+    answer.relay.finish()
+    assert answer.closed == [("finished", "stop")]
+
+
+async def test_a_stop_string_together_with_the_end_needs_no_closing(answer: Answer) -> None:
+    answer.come(answer.say(0, "AZ"), TerminalEvent(2, 1, "finished", "length"))
+    assert await answer.rest() == b"[Afinished]"
+    assert answer.closed == []
+
+
+async def test_a_client_that_leaves_after_its_stop_string_does_not_make_it_a_cancellation(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "AZ"))
+    assert await anext(answer.relay) == b"A"
+    answer.relay.finish()
+    assert answer.closed == [("finished", "stop")]
+
+
+async def test_an_answer_that_cannot_be_rendered_ends_with_an_error_and_is_left(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "Y"))
+    assert await answer.rest() == b"!ZeroDivisionError"
+    assert answer.closed == [("left", 0)]
+
+
+async def test_a_client_that_left_gets_nothing_and_the_request_is_left_once(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    answer.streams.fail(ClientGone())
+    assert await answer.rest() == b""
+    answer.relay.finish()
+    assert answer.closed == [("left", 0)]
+
+
+async def test_an_answer_that_nobody_iterates_to_its_end_is_left(answer: Answer) -> None:
+    assert await anext(answer.relay) == b"["
+    await answer.relay.close()
+    assert answer.closed == [("left", 0)]
+    assert await answer.rest() == b""
+
+
+async def test_a_cancelled_task_leaves_the_request(answer: Answer) -> None:
+    task = asyncio.ensure_future(answer.rest())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await task
-        written = outlet.written if outlet is not None else heard
-        assert written.replace(b"[", b"").replace(b"finished]", b"") == KEEP_ALIVE + b"A" + KEEP_ALIVE
-
-    run(test)
+    assert answer.closed == [("left", 0)]
 
 
-def test_a_stop_string_closes_the_request_once_and_later_tokens_are_not_shown() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "AZB"))
-        assert await anext(answer.relay) == b"A"
-        assert answer.closed == [("finished", "stop")]
-        answer.come(answer.say(3, "CZ"))
-        answer.come(TerminalEvent(5, 1, "finished", "stop"))
-        assert await answer.rest() == b"finished]"
-        answer.relay.finish()
-        assert answer.closed == [("finished", "stop")]
-
-    run(test)
+async def test_a_finished_answer_is_not_left_by_the_clean_up(answer: Answer) -> None:
+    answer.come(END.__class__(0, 1, "finished", "stop"))
+    assert await answer.rest() == b"[finished]"
+    answer.relay.finish()
+    assert answer.closed == []
 
 
-def test_a_stop_string_together_with_the_end_needs_no_closing() -> None:
-    async def test(answer: Answer) -> None:
-        answer.come(answer.say(0, "AZ"), TerminalEvent(2, 1, "finished", "length"))
-        assert await answer.rest() == b"[Afinished]"
-        assert answer.closed == []
-
-    run(test)
-
-
-def test_a_client_that_leaves_after_its_stop_string_does_not_make_it_a_cancellation() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "AZ"))
-        assert await anext(answer.relay) == b"A"
-        answer.relay.finish()
-        assert answer.closed == [("finished", "stop")]
-
-    run(test)
-
-
-def test_an_answer_that_cannot_be_rendered_ends_with_an_error_and_is_left() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "Y"))
-        assert await answer.rest() == b"!ZeroDivisionError"
-        assert answer.closed == [("left", 0)]
-
-    run(test)
-
-
-def test_a_client_that_left_gets_nothing_and_the_request_is_left_once() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.streams.fail(ClientGone())
-        assert await answer.rest() == b""
-        answer.relay.finish()
-        assert answer.closed == [("left", 0)]
-
-    run(test)
-
-
-def test_an_answer_that_nobody_iterates_to_its_end_is_left() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        await answer.relay.close()
-        assert answer.closed == [("left", 0)]
-        assert await answer.rest() == b""
-
-    run(test)
-
-
-def test_a_cancelled_task_leaves_the_request() -> None:
-    async def test(answer: Answer) -> None:
-        task = asyncio.ensure_future(answer.rest())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert answer.closed == [("left", 0)]
-
-    run(test)
-
-
-def test_a_finished_answer_is_not_left_by_the_clean_up() -> None:
-    async def test(answer: Answer) -> None:
-        answer.come(END.__class__(0, 1, "finished", "stop"))
-        assert await answer.rest() == b"[finished]"
-        answer.relay.finish()
-        assert answer.closed == []
-
-    run(test)
-
-
-def test_tokens_go_straight_to_the_outlet_while_the_task_waits() -> None:
+async def test_tokens_go_straight_to_the_outlet_while_the_task_waits() -> None:
     socket = Socket()
-
-    async def test(answer: Answer) -> None:
-        rest = asyncio.ensure_future(answer.rest())
-        await asyncio.sleep(0)
-        answer.come(answer.say(0, "A"))
-        assert socket.written == b"A"
-        answer.come(answer.say(1, "B"))
-        assert socket.written == b"AB"
-        answer.come(END)
-        assert await rest == b"[finished]"
-
-    run(test, socket)
+    answer = Answer(socket)
+    rest = asyncio.ensure_future(answer.rest())
+    await asyncio.sleep(0)
+    answer.come(answer.say(0, "A"))
+    assert socket.written == b"A"
+    answer.come(answer.say(1, "B"))
+    assert socket.written == b"AB"
+    answer.come(END)
+    assert await rest == b"[finished]"
 
 
-def test_a_client_that_does_not_keep_up_is_served_by_the_task() -> None:
+async def test_a_client_that_does_not_keep_up_is_served_by_the_task() -> None:
     socket = Socket()
-
-    async def test(answer: Answer) -> None:
-        rest = asyncio.ensure_future(answer.rest())
-        await asyncio.sleep(0)
-        answer.come(answer.say(0, "A"))
-        socket.is_ready = False
-        answer.come(answer.say(1, "B"))
-        answer.come(answer.say(2, "C"))
-        await asyncio.sleep(0)
-        socket.is_ready = True
-        answer.come(answer.say(3, "D"), TerminalEvent(4, 1, "finished", "stop"))
-        assert socket.written == b"A"
-        assert await rest == b"[BCDfinished]"
-
-    run(test, socket)
+    answer = Answer(socket)
+    rest = asyncio.ensure_future(answer.rest())
+    await asyncio.sleep(0)
+    answer.come(answer.say(0, "A"))
+    socket.is_ready = False
+    answer.come(answer.say(1, "B"))
+    answer.come(answer.say(2, "C"))
+    await asyncio.sleep(0)
+    socket.is_ready = True
+    answer.come(answer.say(3, "D"), TerminalEvent(4, 1, "finished", "stop"))
+    assert socket.written == b"A"
+    assert await rest == b"[BCDfinished]"
 
 
-def test_tokens_do_not_overtake_what_the_task_has_not_sent() -> None:
+async def test_tokens_do_not_overtake_what_the_task_has_not_sent() -> None:
     socket = Socket()
-
-    async def test(answer: Answer) -> None:
-        answer.come(answer.say(0, "A"))
-        answer.come(answer.say(1, "B"))
-        assert socket.written == b""
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(2, "C"))
-        assert socket.written == b""
-        assert await anext(answer.relay) == b"ABC"
-
-    run(test, socket)
+    answer = Answer(socket)
+    answer.come(answer.say(0, "A"))
+    answer.come(answer.say(1, "B"))
+    assert socket.written == b""
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(2, "C"))
+    assert socket.written == b""
+    assert await anext(answer.relay) == b"ABC"
 
 
-def test_a_stop_string_on_the_way_to_the_outlet_closes_the_request() -> None:
+async def test_a_stop_string_on_the_way_to_the_outlet_closes_the_request() -> None:
     socket = Socket()
-
-    async def test(answer: Answer) -> None:
-        rest = asyncio.ensure_future(answer.rest())
-        await asyncio.sleep(0)
-        answer.come(answer.say(0, "AZ"))
-        assert (socket.written, answer.closed) == (b"A", [("finished", "stop")])
-        answer.come(answer.say(2, "B"))
-        answer.come(TerminalEvent(3, 1, "finished", "stop"))
-        assert await rest == b"[finished]"
-        assert (socket.written, answer.closed) == (b"A", [("finished", "stop")])
-
-    run(test, socket)
+    answer = Answer(socket)
+    rest = asyncio.ensure_future(answer.rest())
+    await asyncio.sleep(0)
+    answer.come(answer.say(0, "AZ"))
+    assert (socket.written, answer.closed) == (b"A", [("finished", "stop")])
+    answer.come(answer.say(2, "B"))
+    answer.come(TerminalEvent(3, 1, "finished", "stop"))
+    assert await rest == b"[finished]"
+    assert (socket.written, answer.closed) == (b"A", [("finished", "stop")])
 
 
-def test_a_failure_on_the_way_to_the_outlet_is_told_by_the_task() -> None:
+async def test_a_failure_on_the_way_to_the_outlet_is_told_by_the_task() -> None:
     socket = Socket()
-
-    async def test(answer: Answer) -> None:
-        rest = asyncio.ensure_future(answer.rest())
-        await asyncio.sleep(0)
-        answer.come(answer.say(0, "Y"))
-        assert await rest == b"[!ZeroDivisionError"
-        assert answer.closed == [("left", 0)]
-
-    run(test, socket)
+    answer = Answer(socket)
+    rest = asyncio.ensure_future(answer.rest())
+    await asyncio.sleep(0)
+    answer.come(answer.say(0, "Y"))
+    assert await rest == b"[!ZeroDivisionError"
+    assert answer.closed == [("left", 0)]
 
 
-def test_choices_are_shown_as_they_come_and_the_answer_closes_after_the_last() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "A"), choice=1)
-        assert await anext(answer.relay) == b"A"
-        answer.come(TerminalEvent(1, 1, "finished", "length"), choice=1)
-        answer.come(answer.say(0, "BC"))
-        assert await anext(answer.relay) == b"BCfinished"
-        answer.come(END)
-        assert await answer.rest() == b"finished]"
-        assert answer.closed == []
-
-    run(test, num_choices=2)
+async def test_choices_are_shown_as_they_come_and_the_answer_closes_after_the_last() -> None:
+    answer = Answer(num_choices=2)
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "A"), choice=1)
+    assert await anext(answer.relay) == b"A"
+    answer.come(TerminalEvent(1, 1, "finished", "length"), choice=1)
+    answer.come(answer.say(0, "BC"))
+    assert await anext(answer.relay) == b"BCfinished"
+    answer.come(END)
+    assert await answer.rest() == b"finished]"
+    assert answer.closed == []
 
 
-def test_a_stop_string_closes_its_choice_only() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "AZ"), choice=1)
-        answer.come(answer.say(0, "B"))
-        assert await anext(answer.relay) == b"BA"
-        assert answer.closed == [(1, "finished", "stop")]
-
-    run(test, num_choices=3)
+async def test_a_stop_string_closes_its_choice_only() -> None:
+    answer = Answer(num_choices=3)
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "AZ"), choice=1)
+    answer.come(answer.say(0, "B"))
+    assert await anext(answer.relay) == b"BA"
+    assert answer.closed == [(1, "finished", "stop")]
 
 
-def test_a_choice_that_fails_ends_the_answer_and_closes_the_others_that_are_not_over() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(answer.say(0, "A"), TerminalEvent(1, 1, "finished", "stop"))
-        answer.come(answer.say(0, "Z"), choice=3)
-        answer.come(answer.say(0, "B"), TerminalEvent(1, 1, "failed", "poison"), choice=1)
-        answer.come(answer.say(0, "C"), choice=2)
-        assert await answer.rest() == b"AfinishedB?poison"
-        assert answer.closed == [(2, "cancelled", "other_choice_failed"), (3, "cancelled", "other_choice_failed")]
-        answer.relay.finish()
-        assert len(answer.closed) == 2
-
-    run(test, num_choices=4)
+async def test_a_choice_that_fails_ends_the_answer_and_closes_the_others_that_are_not_over() -> None:
+    answer = Answer(num_choices=4)
+    assert await anext(answer.relay) == b"["
+    answer.come(answer.say(0, "A"), TerminalEvent(1, 1, "finished", "stop"))
+    answer.come(answer.say(0, "Z"), choice=3)
+    answer.come(answer.say(0, "B"), TerminalEvent(1, 1, "failed", "poison"), choice=1)
+    answer.come(answer.say(0, "C"), choice=2)
+    assert await answer.rest() == b"AfinishedB?poison"
+    assert answer.closed == [(2, "cancelled", "other_choice_failed"), (3, "cancelled", "other_choice_failed")]
+    answer.relay.finish()
+    assert len(answer.closed) == 2
 
 
-def test_stopping_one_choice_stops_the_others() -> None:
-    async def test(answer: Answer) -> None:
-        answer.come(TerminalEvent(0, 1, "cancelled", "stopped"))
-        assert await answer.rest() == b"[?stopped"
-        assert answer.closed == [(1, "cancelled", "stopped")]
-
-    run(test, num_choices=2)
+async def test_stopping_one_choice_stops_the_others() -> None:
+    answer = Answer(num_choices=2)
+    answer.come(TerminalEvent(0, 1, "cancelled", "stopped"))
+    assert await answer.rest() == b"[?stopped"
+    assert answer.closed == [(1, "cancelled", "stopped")]
 
 
-def test_a_client_that_leaves_leaves_the_choices_that_are_not_over() -> None:
-    async def test(answer: Answer) -> None:
-        assert await anext(answer.relay) == b"["
-        answer.come(TerminalEvent(0, 1, "finished", "stop"))
-        answer.come(answer.say(0, "Z"), choice=2)
-        assert await anext(answer.relay) == b"finished"
-        answer.streams.fail(ClientGone())
-        assert await answer.rest() == b""
-        assert answer.closed == [(2, "finished", "stop"), ("left", 1, 3)]
-
-    run(test, num_choices=4)
+async def test_a_client_that_leaves_leaves_the_choices_that_are_not_over() -> None:
+    answer = Answer(num_choices=4)
+    assert await anext(answer.relay) == b"["
+    answer.come(TerminalEvent(0, 1, "finished", "stop"))
+    answer.come(answer.say(0, "Z"), choice=2)
+    assert await anext(answer.relay) == b"finished"
+    answer.streams.fail(ClientGone())
+    assert await answer.rest() == b""
+    assert answer.closed == [(2, "finished", "stop"), ("left", 1, 3)]
 
 
-def test_tokens_of_every_choice_go_straight_to_the_outlet() -> None:
+async def test_tokens_of_every_choice_go_straight_to_the_outlet() -> None:
     socket = Socket()
-
-    async def test(answer: Answer) -> None:
-        rest = asyncio.ensure_future(answer.rest())
-        await asyncio.sleep(0)
-        for number, letter in enumerate("ABC"):
-            answer.come(answer.say(0, letter), choice=number)
-        assert socket.written == b"ABC"
-        for number in range(3):
-            answer.come(TerminalEvent(1, 1, "finished", "length"), choice=number)
-        assert await rest == b"[finishedfinishedfinished]"
-
-    run(test, socket, num_choices=3)
+    answer = Answer(socket, num_choices=3)
+    rest = asyncio.ensure_future(answer.rest())
+    await asyncio.sleep(0)
+    for number, letter in enumerate("ABC"):
+        answer.come(answer.say(0, letter), choice=number)
+    assert socket.written == b"ABC"
+    for number in range(3):
+        answer.come(TerminalEvent(1, 1, "finished", "length"), choice=number)
+    assert await rest == b"[finishedfinishedfinished]"

@@ -10,7 +10,7 @@ import pytest
 from bridge.streams.subscription import Subscription
 from tasks.protocol import keys
 from tasks.protocol.contract import TerminalEvent, TokenEvent
-from tests.bridge.reading import Streams, Taker, ready, run, tokens
+from tests.bridge.reading import Streams, Taker, ready, tokens
 from tests.conftest import RedisServer
 
 
@@ -26,160 +26,127 @@ async def live(streams: Streams, request_id: str = "a", worker: str = "w1", slot
     return subscription
 
 
-def test_after_the_first_entry_the_log_is_read_too_and_then_alone(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = streams.open("a")
-        streams.append("a", 0, 10, source=("w1", 7))
-        await streams.turn()
-        assert streams.last_read == ["a"]
-        streams.step("w1", 1, (7, 1, 11))
-        await streams.turn()
-        assert streams.last_read == ["a", "w1:steps"]
-        streams.step("w1", 2, (7, 2, 12))
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-        assert ready(subscription) == [TokenEvent(index, 1, (10 + index,)) for index in range(3)]
-
-    run(redis_server, test)
+async def test_after_the_first_entry_the_log_is_read_too_and_then_alone(streams: Streams) -> None:
+    subscription = streams.open("a")
+    streams.append("a", 0, 10, source=("w1", 7))
+    await streams.turn()
+    assert streams.last_read == ["a"]
+    streams.step("w1", 1, (7, 1, 11))
+    await streams.turn()
+    assert streams.last_read == ["a", "w1:steps"]
+    streams.step("w1", 2, (7, 2, 12))
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
+    assert ready(subscription) == [TokenEvent(index, 1, (10 + index,)) for index in range(3)]
 
 
-def test_what_the_stream_repeats_of_the_log_is_dropped(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.step("w1", 2, (7, 2, 12))
-        streams.append("a", 1, 11, 12)
-        await streams.turn()
-        streams.now_s += 1
-        await streams.turn()
-        assert streams.last_read == ["a", "w1:steps"], "the heartbeat reads all"
-        assert ready(subscription) == [TokenEvent(2, 1, (12,))]
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-
-    run(redis_server, test)
+async def test_what_the_stream_repeats_of_the_log_is_dropped(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.step("w1", 2, (7, 2, 12))
+    streams.append("a", 1, 11, 12)
+    await streams.turn()
+    streams.now_s += 1
+    await streams.turn()
+    assert streams.last_read == ["a", "w1:steps"], "the heartbeat reads all"
+    assert ready(subscription) == [TokenEvent(2, 1, (12,))]
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
 
 
-def test_an_entry_of_the_log_read_with_the_first_entry_comes_after_it(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        await live(streams, "b", slot=1)
-        subscription = streams.open("a")
-        streams.append("a", 0, 10, source=("w1", 7))
-        streams.step("w1", 2, (1, 2, 12), (7, 0, 10), (7, 1, 11))
-        await streams.turn()
-        assert tokens(ready(subscription)) == [10, 11]
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-
-    run(redis_server, test)
+async def test_an_entry_of_the_log_read_with_the_first_entry_comes_after_it(streams: Streams) -> None:
+    await live(streams, "b", slot=1)
+    subscription = streams.open("a")
+    streams.append("a", 0, 10, source=("w1", 7))
+    streams.step("w1", 2, (1, 2, 12), (7, 0, 10), (7, 1, 11))
+    await streams.turn()
+    assert tokens(ready(subscription)) == [10, 11]
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
 
 
-def test_a_log_that_was_not_read_is_read_from_its_first_entry(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = streams.open("a")
-        streams.append("a", 0, 10, source=("w1", 7))
-        streams.step("w1", 1, (7, 1, 11))
-        streams.step("w1", 2, (7, 2, 12))
-        await streams.turn()
-        await streams.turn()
-        assert ready(subscription) == [TokenEvent(0, 1, (10,)), TokenEvent(1, 1, (11, 12))]
-
-    run(redis_server, test)
+async def test_a_log_that_was_not_read_is_read_from_its_first_entry(streams: Streams) -> None:
+    subscription = streams.open("a")
+    streams.append("a", 0, 10, source=("w1", 7))
+    streams.step("w1", 1, (7, 1, 11))
+    streams.step("w1", 2, (7, 2, 12))
+    await streams.turn()
+    await streams.turn()
+    assert ready(subscription) == [TokenEvent(0, 1, (10,)), TokenEvent(1, 1, (11, 12))]
 
 
-def test_several_tokens_of_one_sequence_in_one_entry_are_one_event(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        a, b = await live(streams, "a", slot=7), await live(streams, "b", slot=8)
-        streams.step("w1", 3, (7, 2, 12), (8, 2, 22), (7, 3, 13), (7, 4, 14))
-        await streams.turn()
-        assert ready(a) == [TokenEvent(2, 1, (12, 13, 14))]
-        assert ready(b) == [TokenEvent(2, 1, (22,))]
-
-    run(redis_server, test)
+async def test_several_tokens_of_one_sequence_in_one_entry_are_one_event(streams: Streams) -> None:
+    a, b = await live(streams, "a", slot=7), await live(streams, "b", slot=8)
+    streams.step("w1", 3, (7, 2, 12), (8, 2, 22), (7, 3, 13), (7, 4, 14))
+    await streams.turn()
+    assert ready(a) == [TokenEvent(2, 1, (12, 13, 14))]
+    assert ready(b) == [TokenEvent(2, 1, (22,))]
 
 
-def test_sequences_that_nobody_here_follows_are_ignored(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.step("w1", 2, (6, 2, 99), (7, 2, 12), (8, 2, 99))
-        streams.step("w2", 1, (7, 3, 99))
-        await streams.turn()
-        assert ready(subscription) == [TokenEvent(2, 1, (12,))]
-
-    run(redis_server, test)
+async def test_sequences_that_nobody_here_follows_are_ignored(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.step("w1", 2, (6, 2, 99), (7, 2, 12), (8, 2, 99))
+    streams.step("w2", 1, (7, 3, 99))
+    await streams.turn()
+    assert ready(subscription) == [TokenEvent(2, 1, (12,))]
 
 
-def test_the_same_slot_of_two_workers_is_two_sequences(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        a, b = await live(streams, "a", "w1"), await live(streams, "b", "w2")
-        streams.step("w1", 2, (7, 2, 12))
-        streams.step("w2", 2, (7, 2, 22), (7, 3, 23))
-        await streams.turn()
-        assert streams.last_read == ["w1:steps", "w2:steps"]
-        assert (tokens(ready(a)), tokens(ready(b))) == ([12], [22, 23])
-
-    run(redis_server, test)
+async def test_the_same_slot_of_two_workers_is_two_sequences(streams: Streams) -> None:
+    a, b = await live(streams, "a", "w1"), await live(streams, "b", "w2")
+    streams.step("w1", 2, (7, 2, 12))
+    streams.step("w2", 2, (7, 2, 22), (7, 3, 23))
+    await streams.turn()
+    assert streams.last_read == ["w1:steps", "w2:steps"]
+    assert (tokens(ready(a)), tokens(ready(b))) == ([12], [22, 23])
 
 
-def test_a_notice_makes_the_end_be_read(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.append("a", 1, 11, 12)
-        streams.end("a", 3)
-        streams.notice("a")
-        await streams.turn()
-        assert ready(subscription) == []
-        await streams.turn()
-        assert ready(subscription) == [TokenEvent(2, 1, (12,)), TerminalEvent(3, 1, "finished", "stop")]
-        await streams.turn()
-        assert streams.last_read == []
-
-    run(redis_server, test)
+async def test_a_notice_makes_the_end_be_read(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.append("a", 1, 11, 12)
+    streams.end("a", 3)
+    streams.notice("a")
+    await streams.turn()
+    assert ready(subscription) == []
+    await streams.turn()
+    assert ready(subscription) == [TokenEvent(2, 1, (12,)), TerminalEvent(3, 1, "finished", "stop")]
+    await streams.turn()
+    assert streams.last_read == []
 
 
-def test_an_end_is_read_though_its_last_token_came_with_the_notice(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.step("w1", 2, (7, 2, 12))
-        streams.append("a", 1, 11, 12)
-        streams.end("a", 3)
-        streams.notice("a")
-        await streams.turn()
-        await streams.turn()
-        assert ready(subscription) == [TokenEvent(2, 1, (12,)), TerminalEvent(3, 1, "finished", "stop")]
-
-    run(redis_server, test)
+async def test_an_end_is_read_though_its_last_token_came_with_the_notice(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.step("w1", 2, (7, 2, 12))
+    streams.append("a", 1, 11, 12)
+    streams.end("a", 3)
+    streams.notice("a")
+    await streams.turn()
+    await streams.turn()
+    assert ready(subscription) == [TokenEvent(2, 1, (12,)), TerminalEvent(3, 1, "finished", "stop")]
 
 
-def test_a_notice_is_about_its_own_request(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        await live(streams, "a", slot=7)
-        await live(streams, "b", slot=8)
-        streams.notice("a")
-        await streams.turn()
-        await streams.turn()
-        assert streams.last_read == ["a", "w1:steps"]
-
-    run(redis_server, test)
+async def test_a_notice_is_about_its_own_request(streams: Streams) -> None:
+    await live(streams, "a", slot=7)
+    await live(streams, "b", slot=8)
+    streams.notice("a")
+    await streams.turn()
+    await streams.turn()
+    assert streams.last_read == ["a", "w1:steps"]
 
 
-def test_a_lost_notice_costs_until_the_next_heartbeat(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.end("a", 2, "cancelled")
-        streams.now_s += 0.9
-        await streams.turn()
-        assert ready(subscription) == []
-        streams.now_s += 0.1
-        await streams.turn()
-        assert ready(subscription) == [TerminalEvent(2, 1, "cancelled", "stop")]
-
-    run(redis_server, test)
+async def test_a_lost_notice_costs_until_the_next_heartbeat(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.end("a", 2, "cancelled")
+    streams.now_s += 0.9
+    await streams.turn()
+    assert ready(subscription) == []
+    streams.now_s += 0.1
+    await streams.turn()
+    assert ready(subscription) == [TerminalEvent(2, 1, "cancelled", "stop")]
 
 
-def test_a_heartbeat_hands_over_at_once_what_it_finds(
+async def test_a_heartbeat_hands_over_at_once_what_it_finds(
     fake_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(streams: Streams) -> None:
+    with Streams(fake_server) as streams:
         await live(streams)
         waits: list[int | None] = []
 
@@ -194,123 +161,102 @@ def test_a_heartbeat_hands_over_at_once_what_it_finds(
             await streams.turn()
         assert waits == [700, None, 700]
 
-    run(fake_server, test)
-
 
 @pytest.mark.parametrize("is_noticed", [True, False])
-def test_an_answer_is_followed_to_another_worker(redis_server: RedisServer, is_noticed: bool) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.append("a", 1, 11, 12)
-        if is_noticed:
-            streams.notice("a")
-            await streams.turn()
-        else:
-            streams.now_s += 1
-        streams.append("a", 3, 13, attempt=2, source=("w2", 3))
-        streams.step("w2", 5, (3, 4, 14))
+async def test_an_answer_is_followed_to_another_worker(streams: Streams, is_noticed: bool) -> None:
+    subscription = await live(streams)
+    streams.append("a", 1, 11, 12)
+    if is_noticed:
+        streams.notice("a")
         await streams.turn()
-        await streams.turn()
-        await streams.turn()
-        assert streams.last_read == ["w2:steps"]
-        streams.step("w2", 6, (3, 5, 15))
-        await streams.turn()
-        events = ready(subscription)
-        assert [(event.index, event.attempt) for event in events] == [(2, 1), (3, 2), (4, 2), (5, 2)]
-
-    run(redis_server, test)
-
-
-def test_an_answer_that_goes_on_without_a_log_is_read_from_its_stream(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.append("a", 2, 12, attempt=2)
+    else:
         streams.now_s += 1
-        await streams.turn()
-        await streams.turn()
-        assert streams.last_read == ["a"]
-        streams.append("a", 3, 13, attempt=2)
-        await streams.turn()
-        assert tokens(ready(subscription)) == [12, 13]
-
-    run(redis_server, test)
-
-
-def test_a_log_that_has_nothing_more_for_an_answer_is_not_waited_for(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.append("a", 1, 11, 12)
-        streams.now_s += 1
-        await streams.turn()
-        streams.append("a", 3, 13)
-        await streams.turn()
-        assert tokens(ready(subscription)) == [12, 13]
-        assert streams.last_read == ["a", "w1:steps"]
-
-    run(redis_server, test)
+    streams.append("a", 3, 13, attempt=2, source=("w2", 3))
+    streams.step("w2", 5, (3, 4, 14))
+    await streams.turn()
+    await streams.turn()
+    await streams.turn()
+    assert streams.last_read == ["w2:steps"]
+    streams.step("w2", 6, (3, 5, 15))
+    await streams.turn()
+    events = ready(subscription)
+    assert [(event.index, event.attempt) for event in events] == [(2, 1), (3, 2), (4, 2), (5, 2)]
 
 
-def test_another_slot_of_the_same_attempt_takes_the_place_of_the_first(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.append("a", 1, 11, 12, source=("w1", 8))
-        streams.step("w1", 2, (8, 3, 13))
-        streams.now_s += 1
-        await streams.turn()
-        streams.step("w1", 3, (7, 4, 99), (8, 4, 14))
-        await streams.turn()
-        await streams.turn()
-        assert tokens(ready(subscription)) == [12, 13, 14]
-        assert streams.last_read == ["w1:steps"]
-
-    run(redis_server, test)
+async def test_an_answer_that_goes_on_without_a_log_is_read_from_its_stream(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.append("a", 2, 12, attempt=2)
+    streams.now_s += 1
+    await streams.turn()
+    await streams.turn()
+    assert streams.last_read == ["a"]
+    streams.append("a", 3, 13, attempt=2)
+    await streams.turn()
+    assert tokens(ready(subscription)) == [12, 13]
 
 
-def test_who_comes_late_gets_what_only_the_log_had_with_the_next_flush(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        first = await live(streams)
-        late = streams.open("a")
-        await streams.turn()
-        assert tokens(ready(late)) == [10]
-        streams.step("w1", 2, (7, 2, 12))
-        await streams.turn()
-        assert (tokens(ready(first)), ready(late)) == ([12], [])
-        assert streams.last_read == ["a", "w1:steps"]
-        streams.step("w1", 3, (7, 3, 13))
-        streams.append("a", 1, 11, 12, 13)
-        await streams.turn()
-        assert (tokens(ready(first)), tokens(ready(late))) == ([13], [11, 12, 13])
-        streams.step("w1", 4, (7, 4, 14))
-        await streams.turn()
-        await streams.turn()
-        assert (tokens(ready(first)), tokens(ready(late))) == ([14], [14])
-        assert streams.last_read == ["w1:steps"]
-
-    run(redis_server, test)
+async def test_a_log_that_has_nothing_more_for_an_answer_is_not_waited_for(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.append("a", 1, 11, 12)
+    streams.now_s += 1
+    await streams.turn()
+    streams.append("a", 3, 13)
+    await streams.turn()
+    assert tokens(ready(subscription)) == [12, 13]
+    assert streams.last_read == ["a", "w1:steps"]
 
 
-def test_a_step_that_only_the_streams_have_delays_no_more_than_one(redis_server: RedisServer) -> None:
+async def test_another_slot_of_the_same_attempt_takes_the_place_of_the_first(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.append("a", 1, 11, 12, source=("w1", 8))
+    streams.step("w1", 2, (8, 3, 13))
+    streams.now_s += 1
+    await streams.turn()
+    streams.step("w1", 3, (7, 4, 99), (8, 4, 14))
+    await streams.turn()
+    await streams.turn()
+    assert tokens(ready(subscription)) == [12, 13, 14]
+    assert streams.last_read == ["w1:steps"]
+
+
+async def test_who_comes_late_gets_what_only_the_log_had_with_the_next_flush(streams: Streams) -> None:
+    first = await live(streams)
+    late = streams.open("a")
+    await streams.turn()
+    assert tokens(ready(late)) == [10]
+    streams.step("w1", 2, (7, 2, 12))
+    await streams.turn()
+    assert (tokens(ready(first)), ready(late)) == ([12], [])
+    assert streams.last_read == ["a", "w1:steps"]
+    streams.step("w1", 3, (7, 3, 13))
+    streams.append("a", 1, 11, 12, 13)
+    await streams.turn()
+    assert (tokens(ready(first)), tokens(ready(late))) == ([13], [11, 12, 13])
+    streams.step("w1", 4, (7, 4, 14))
+    await streams.turn()
+    await streams.turn()
+    assert (tokens(ready(first)), tokens(ready(late))) == ([14], [14])
+    assert streams.last_read == ["w1:steps"]
+
+
+async def test_a_step_that_only_the_streams_have_delays_no_more_than_one(streams: Streams) -> None:
     """So it is after a disturbance: what comes after it is kept until it is there."""
-
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.append("a", 1, 11, 12)
-        await streams.turn()
-        assert ready(subscription) == []
-        streams.step("w1", 3, (7, 3, 13), (7, 4, 14))
-        await streams.turn()
-        await streams.turn()
-        assert tokens(ready(subscription)) == [12, 13, 14]
-        streams.step("w1", 4, (7, 5, 15))
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-        assert tokens(ready(subscription)) == [15]
-
-    run(redis_server, test)
+    subscription = await live(streams)
+    streams.append("a", 1, 11, 12)
+    await streams.turn()
+    assert ready(subscription) == []
+    streams.step("w1", 3, (7, 3, 13), (7, 4, 14))
+    await streams.turn()
+    await streams.turn()
+    assert tokens(ready(subscription)) == [12, 13, 14]
+    streams.step("w1", 4, (7, 5, 15))
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
+    assert tokens(ready(subscription)) == [15]
 
 
-def test_what_was_cut_from_the_log_comes_with_the_next_flush(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
+async def test_what_was_cut_from_the_log_comes_with_the_next_flush(redis_server: RedisServer) -> None:
+    with Streams(redis_server, window=1000) as streams:
         subscription = await live(streams)
         for number in range(2, 80):
             streams.step("w1", number, (7, number, 10 + number))
@@ -326,143 +272,119 @@ def test_what_was_cut_from_the_log_comes_with_the_next_flush(redis_server: Redis
         assert streams.last_read == ["w1:steps"]
         assert tokens(ready(subscription)) == [90]
 
-    run(redis_server, test, window=1000)
+
+async def test_two_subscribers_of_one_request_each_get_all_of_it(streams: Streams) -> None:
+    both = [streams.open("a"), streams.open("a", after_index=0)]
+    streams.append("a", 0, 10, source=("w1", 7))
+    await streams.turn()
+    streams.step("w1", 1, (7, 1, 11))
+    await streams.turn()
+    streams.step("w1", 2, (7, 2, 12))
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
+    assert [tokens(ready(one)) for one in both] == [[10, 11, 12], [11, 12]]
+    streams.end("a", 3)
+    streams.notice("a")
+    await streams.turn()
+    await streams.turn()
+    assert [ready(one) for one in both] == [[TerminalEvent(3, 1, "finished", "stop")]] * 2
 
 
-def test_two_subscribers_of_one_request_each_get_all_of_it(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        both = [streams.open("a"), streams.open("a", after_index=0)]
-        streams.append("a", 0, 10, source=("w1", 7))
-        await streams.turn()
-        streams.step("w1", 1, (7, 1, 11))
-        await streams.turn()
-        streams.step("w1", 2, (7, 2, 12))
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-        assert [tokens(ready(one)) for one in both] == [[10, 11, 12], [11, 12]]
-        streams.end("a", 3)
-        streams.notice("a")
-        await streams.turn()
-        await streams.turn()
-        assert [ready(one) for one in both] == [[TerminalEvent(3, 1, "finished", "stop")]] * 2
-
-    run(redis_server, test)
+async def test_a_resumed_subscriber_waits_for_its_index(streams: Streams) -> None:
+    subscription = streams.open("a", after_index=2)
+    streams.append("a", 0, 10, source=("w1", 7))
+    await streams.turn()
+    streams.step("w1", 1, (7, 1, 11), (7, 2, 12))
+    await streams.turn()
+    assert ready(subscription) == []
+    streams.step("w1", 2, (7, 3, 13))
+    await streams.turn()
+    assert ready(subscription) == [TokenEvent(3, 1, (13,))]
 
 
-def test_a_resumed_subscriber_waits_for_its_index(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = streams.open("a", after_index=2)
-        streams.append("a", 0, 10, source=("w1", 7))
-        await streams.turn()
-        streams.step("w1", 1, (7, 1, 11), (7, 2, 12))
-        await streams.turn()
-        assert ready(subscription) == []
-        streams.step("w1", 2, (7, 3, 13))
-        await streams.turn()
-        assert ready(subscription) == [TokenEvent(3, 1, (13,))]
-
-    run(redis_server, test)
+async def test_a_log_that_nobody_follows_any_more_is_not_read(streams: Streams) -> None:
+    a, b = await live(streams, "a", slot=7), await live(streams, "b", slot=8)
+    a.close()
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
+    b.close()
+    await streams.turn()
+    assert streams.last_read == []
 
 
-def test_a_log_that_nobody_follows_any_more_is_not_read(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        a, b = await live(streams, "a", slot=7), await live(streams, "b", slot=8)
-        a.close()
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-        b.close()
-        await streams.turn()
-        assert streams.last_read == []
-
-    run(redis_server, test)
-
-
-def test_who_lagged_is_live_again_after_the_next_flush(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.step("w1", 2, *[(7, index, 10 + index) for index in range(2, 6)])
-        await streams.turn()
-        assert subscription.is_lagging
-        streams.step("w1", 3, (7, 6, 16))
-        await streams.turn()
-        assert streams.last_read == []
-        assert tokens(ready(subscription)) == [12, 13, 14, 15]
-        streams.append("a", 1, *range(11, 18))
-        streams.step("w1", 4, (7, 7, 17))
-        await streams.turn()
-        assert streams.last_read == ["a", "w1:steps"]
-        assert tokens(ready(subscription)) == [16, 17]
-        streams.step("w1", 5, (7, 8, 18))
-        await streams.turn()
-        streams.step("w1", 6, (7, 9, 19))
-        await streams.turn()
-        assert streams.last_read == ["w1:steps"]
-        assert tokens(ready(subscription)) == [18, 19]
-
-    run(redis_server, test)
+async def test_who_lagged_is_live_again_after_the_next_flush(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.step("w1", 2, *[(7, index, 10 + index) for index in range(2, 6)])
+    await streams.turn()
+    assert subscription.is_lagging
+    streams.step("w1", 3, (7, 6, 16))
+    await streams.turn()
+    assert streams.last_read == []
+    assert tokens(ready(subscription)) == [12, 13, 14, 15]
+    streams.append("a", 1, *range(11, 18))
+    streams.step("w1", 4, (7, 7, 17))
+    await streams.turn()
+    assert streams.last_read == ["a", "w1:steps"]
+    assert tokens(ready(subscription)) == [16, 17]
+    streams.step("w1", 5, (7, 8, 18))
+    await streams.turn()
+    streams.step("w1", 6, (7, 9, 19))
+    await streams.turn()
+    assert streams.last_read == ["w1:steps"]
+    assert tokens(ready(subscription)) == [18, 19]
 
 
-def test_who_lagged_while_its_answer_ended_gets_the_end(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.step("w1", 2, *[(7, index, 10 + index) for index in range(2, 6)])
-        await streams.turn()
-        streams.append("a", 1, *range(11, 16))
-        streams.end("a", 6)
-        streams.notice("a")
-        await streams.turn()
-        assert tokens(ready(subscription)) == [12, 13, 14, 15]
-        await streams.turn()
-        assert ready(subscription) == [TerminalEvent(6, 1, "finished", "stop")]
-
-    run(redis_server, test)
+async def test_who_lagged_while_its_answer_ended_gets_the_end(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.step("w1", 2, *[(7, index, 10 + index) for index in range(2, 6)])
+    await streams.turn()
+    streams.append("a", 1, *range(11, 16))
+    streams.end("a", 6)
+    streams.notice("a")
+    await streams.turn()
+    assert tokens(ready(subscription)) == [12, 13, 14, 15]
+    await streams.turn()
+    assert ready(subscription) == [TerminalEvent(6, 1, "finished", "stop")]
 
 
-def test_a_log_that_cannot_be_read_is_given_up(redis_server: RedisServer) -> None:
-    async def test(streams: Streams) -> None:
-        subscription = await live(streams)
-        streams.step("w1", 2, (7, 2, 12))
-        streams.redis.xadd(keys.steps("w1"), {"s": b"12345"}, "3-0")
-        await streams.turn()
-        assert tokens(ready(subscription)) == [12]
-        streams.append("a", 1, 11, 12, 13)
-        await streams.turn()
-        assert streams.last_read == ["a"]
-        assert tokens(ready(subscription)) == [13]
-
-    run(redis_server, test)
+async def test_a_log_that_cannot_be_read_is_given_up(streams: Streams) -> None:
+    subscription = await live(streams)
+    streams.step("w1", 2, (7, 2, 12))
+    streams.redis.xadd(keys.steps("w1"), {"s": b"12345"}, "3-0")
+    await streams.turn()
+    assert tokens(ready(subscription)) == [12]
+    streams.append("a", 1, 11, 12, 13)
+    await streams.turn()
+    assert streams.last_read == ["a"]
+    assert tokens(ready(subscription)) == [13]
 
 
-def test_a_log_read_is_not_slowed_down(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(streams: Streams) -> None:
-        for number in range(8):
-            streams.open(f"r{number}")
-        subscription = await live(streams)
-        slept: list[float] = []
-        monkeypatch.setattr("bridge.streams.reader.time.sleep", slept.append)
-        streams.reader._block_ms = 1
-        streams.step("w1", 2, (7, 2, 12))
-        await streams.turn()
-        assert (tokens(ready(subscription)), slept) == ([12], [])
-        streams.append("r3", 0, 5)
-        await streams.turn()
-        assert slept == [0.001], "the others append one after the other"
-        for number in range(1, 8):
-            streams.append(f"r{number}", 1 if number == 3 else 0, 5, source=("w1", 10 + number))
-        await streams.turn()
-        streams.step("w1", 3, *[(10 + number, 2 if number == 3 else 1, 6) for number in range(1, 8)])
-        await streams.turn()
-        streams.append("r0", 0, 5)
-        await streams.turn()
-        assert slept == [0.001], "all others are live"
-
-    run(redis_server, test)
+async def test_a_log_read_is_not_slowed_down(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(8):
+        streams.open(f"r{number}")
+    subscription = await live(streams)
+    slept: list[float] = []
+    monkeypatch.setattr("bridge.streams.reader.time.sleep", slept.append)
+    streams.reader._block_ms = 1
+    streams.step("w1", 2, (7, 2, 12))
+    await streams.turn()
+    assert (tokens(ready(subscription)), slept) == ([12], [])
+    streams.append("r3", 0, 5)
+    await streams.turn()
+    assert slept == [0.001], "the others append one after the other"
+    for number in range(1, 8):
+        streams.append(f"r{number}", 1 if number == 3 else 0, 5, source=("w1", 10 + number))
+    await streams.turn()
+    streams.step("w1", 3, *[(10 + number, 2 if number == 3 else 1, 6) for number in range(1, 8)])
+    await streams.turn()
+    streams.append("r0", 0, 5)
+    await streams.turn()
+    assert slept == [0.001], "all others are live"
 
 
-def test_the_thread_is_woken_by_logs_and_notices_while_it_is_blocked(redis_server: RedisServer) -> None:
+async def test_the_thread_is_woken_by_logs_and_notices_while_it_is_blocked(redis_server: RedisServer) -> None:
     """The one test of the running thread; it blocks for longer than the test may take."""
-
-    async def test(streams: Streams) -> None:
+    with Streams(redis_server, block_ms=1900, heartbeat_s=60) as streams:
         streams.reader.start(asyncio.get_running_loop())
         async with asyncio.timeout(10):
             subscription = streams.open("a")
@@ -475,8 +397,6 @@ def test_the_thread_is_woken_by_logs_and_notices_while_it_is_blocked(redis_serve
             streams.end("a", 4)
             streams.notice("a")
             assert await subscription.next(60) == [TerminalEvent(4, 1, "finished", "stop")]
-
-    run(redis_server, test, block_ms=1900, heartbeat_s=60)
 
 
 class ModelWorker:
@@ -542,8 +462,8 @@ def token_at(index: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_everybody_gets_every_token_once(fake_server: RedisServer, seed: int) -> None:
-    async def test(streams: Streams) -> None:
+async def test_whatever_happens_everybody_gets_every_token_once(fake_server: RedisServer, seed: int) -> None:
+    with Streams(fake_server, window=16) as streams:
         random = Random(seed)
         workers = [ModelWorker(streams, random, name, random.randrange(1, 200)) for name in "ab"]
         workers.append(ModelWorker(streams, random, "c", 200))
@@ -577,5 +497,3 @@ def test_whatever_happens_everybody_gets_every_token_once(fake_server: RedisServ
         assert num_log_reads > 10, "the test is about logs"
         await streams.turn()
         assert (streams.last_read, streams.reader.num_feeds) == ([], 0)
-
-    run(fake_server, test, window=16)

@@ -34,21 +34,18 @@ class Loop:
             callback()
 
 
-def test_a_wait_ends_at_its_time_counted_from_when_it_was_last_put_off() -> None:
-    async def test() -> None:
-        clock = Loop()
-        loop: Any = clock
-        waiting = Waiting(loop)
-        task = asyncio.ensure_future(waiting.wait(10))
-        await asyncio.sleep(0)
-        clock.go_to(8)
-        waiting.extend()
-        clock.go_to(17.9)
-        await asyncio.sleep(0)
-        assert waiting.is_on
-        clock.go_to(18)
-        await task
-        assert not waiting.is_on
-        assert len(clock.timers) <= 1
-
-    asyncio.run(test())
+async def test_a_wait_ends_at_its_time_counted_from_when_it_was_last_put_off() -> None:
+    clock = Loop()
+    loop: Any = clock
+    waiting = Waiting(loop)
+    task = asyncio.ensure_future(waiting.wait(10))
+    await asyncio.sleep(0)
+    clock.go_to(8)
+    waiting.extend()
+    clock.go_to(17.9)
+    await asyncio.sleep(0)
+    assert waiting.is_on
+    clock.go_to(18)
+    await task
+    assert not waiting.is_on
+    assert len(clock.timers) <= 1
