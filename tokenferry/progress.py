@@ -8,9 +8,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TaskID
-
-from tasks.process.weights_bar import bar_columns
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 QUARTER = 25
 """Percent between two lines where there is no terminal."""
@@ -22,7 +20,10 @@ class PullProgress:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._bars = Progress(
-            *bar_columns(DownloadColumn()),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )

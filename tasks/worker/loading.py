@@ -1,18 +1,14 @@
 """The engine that a worker's settings ask for: the scripted one, or a checkpoint's after preflight.
 
-Owns that choice, what may be wrong with it (`CANNOT_SERVE`), and whether a person sees a bar or lines meanwhile.
+Owns that choice, what may be wrong with it (`CANNOT_SERVE`), and the lines that say how far loading is.
 Heavy modules are imported when they are needed, so that only a worker with a real model loads torch.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Protocol, TextIO
 
 from decode.checkpoint.names import ModelError, resolve, served_name
 from decode.engine.engine import Engine
@@ -23,20 +19,10 @@ from tasks.process.settings import SettingsError, WorkerSettings
 log = logging.getLogger(__name__)
 
 QUIET_S = 2.0
-"""Loading that is over sooner is not reported on the way in lines."""
+"""Loading that takes less than this logs no progress."""
 SCRIPTED = "scripted"
 CANNOT_SERVE = (SettingsError, ModelError, DecodeError, PreflightRefused)
 """What `load_for` raises when trying again would not help."""
-
-
-class WeightsProgress(Protocol):
-    """Told how many of the tensors are done, between its beginning and its end."""
-
-    def __call__(self, num_done: int, num_tensors: int) -> None: ...
-    def __enter__(self) -> WeightsProgress: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 def model_name(settings: WorkerSettings) -> str:
@@ -77,46 +63,23 @@ def _from_checkpoint(settings: WorkerSettings, environ: Mapping[str, str]) -> En
     log.info(
         "loading %s; the first time on a machine takes longer: kernels are compiled, weights repacked", settings.model
     )
-    with weights_progress(settings.model, settings.log_format, sys.stderr) as progress:
-        return load_engine(
-            checkpoint,
-            variant=settings.variant,
-            device=settings.device,
-            kv_cache_tokens=settings.kv_cache_tokens,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            num_threads=settings.num_threads,
-            cache_dir=settings.cache_dir / "native",
-            prompt_lookup=settings.prompt_lookup,
-            progress=progress,
-        )
-
-
-def weights_progress(model: str, log_format: str, stream: TextIO) -> WeightsProgress:
-    """`stream` is where this process logs."""
-    if log_format == "text" and is_ours(stream):
-        from tasks.process.weights_bar import bar_on
-
-        if (bar := bar_on(stream, model)) is not None:
-            return bar
-    return WeightsLog(model)
-
-
-def is_ours(stream: TextIO) -> bool:
-    """Whether it is a terminal, and this process in its foreground.
-
-    Processes under one manager write into pipes, and those in the background of a shell share its terminal: a bar
-    would be written over.
-    """
-    try:
-        return stream.isatty() and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # not the terminal that controls us, or none that has a number
-        return False
+    return load_engine(
+        checkpoint,
+        variant=settings.variant,
+        device=settings.device,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_threads=settings.num_threads,
+        cache_dir=settings.cache_dir / "native",
+        prompt_lookup=settings.prompt_lookup,
+        progress=WeightsLog(settings.model),
+    )
 
 
 class WeightsLog:
-    """Says how far the weights are: at every quarter, if reading or repacking them takes longer than a moment."""
+    """Logs each quarter of the weights that is read or repacked, once loading takes longer than `QUIET_S`."""
 
     def __init__(self, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._model = model
@@ -129,11 +92,3 @@ class WeightsLog:
         if percent >= self._said + 25 and self._monotonic() >= self._quiet_until_s:
             self._said = percent // 25 * 25
             log.info("%s: %d %% of the weights are there", self._model, self._said)
-
-    def __enter__(self) -> WeightsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
