@@ -103,87 +103,13 @@ class Tokenizer:
         return lru_cache(maxsize=256)(split)
 
 
-_HTML_NAMES = frozenset(
-    [
-        "a",
-        "abbr",
-        "article",
-        "aside",
-        "b",
-        "blockquote",
-        "body",
-        "br",
-        "button",
-        "caption",
-        "code",
-        "col",
-        "dd",
-        "del",
-        "div",
-        "dl",
-        "dt",
-        "em",
-        "figcaption",
-        "figure",
-        "footer",
-        "form",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "h6",
-        "head",
-        "header",
-        "hr",
-        "html",
-        "i",
-        "iframe",
-        "img",
-        "input",
-        "ins",
-        "label",
-        "li",
-        "link",
-        "main",
-        "mark",
-        "meta",
-        "nav",
-        "ol",
-        "option",
-        "p",
-        "pre",
-        "q",
-        "s",
-        "samp",
-        "script",
-        "section",
-        "select",
-        "small",
-        "span",
-        "strong",
-        "style",
-        "sub",
-        "summary",
-        "sup",
-        "svg",
-        "table",
-        "tbody",
-        "td",
-        "textarea",
-        "tfoot",
-        "th",
-        "thead",
-        "time",
-        "title",
-        "tr",
-        "u",
-        "ul",
-        "var",
-        "video",
-    ]
-)
-_HTML_TAG = re.compile(r"</?(\w+)>")
+_HTML_NAMES = """
+    a abbr article aside b blockquote body br button caption code col dd del div dl dt em figcaption figure footer
+    form h1 h2 h3 h4 h5 h6 head header hr html i iframe img input ins label li link main mark meta nav ol option p
+    pre q s samp script section select small span strong style sub summary sup svg table tbody td textarea tfoot
+    th thead time title tr u ul var video
+"""
+_HTML_TAG = re.compile(f"</?({'|'.join(_HTML_NAMES.split())})>")
 
 
 def is_plain_text_token(content: str) -> bool:
@@ -192,8 +118,7 @@ def is_plain_text_token(content: str) -> bool:
     Such tokens may come from a message. Everything else that a checkpoint adds beside its vocabulary (turn, tool
     and thinking markers, image slots, ...) is a control token, whether or not it is flagged as special.
     """
-    tag = _HTML_TAG.fullmatch(content)
-    return not content.strip() or content.strip("▁") == "" or (tag is not None and tag[1] in _HTML_NAMES)
+    return not content.strip() or not content.strip("▁") or _HTML_TAG.fullmatch(content) is not None
 
 
 def encoder(core: tokenizers.Tokenizer) -> Callable[[str], list[int]]:
