@@ -18,18 +18,9 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
-from app.text.tokenizer import (
-    ControlToken,
-    Tokenizer,
-    TokenizerError,
-    encoder,
-    is_plain_text_token,
-)
-from decode.checkpoint.checkpoint import GgufTokenizer
+from app.text.tokenizer import ControlToken, Tokenizer, TokenizerError, encoder, is_plain_text_token
+from decode.checkpoint.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, GgufTokenizer
 from decode.checkpoint.vocabulary import gguf_token_bytes
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-"""Token types. GGUF took the numbers from SentencePiece's model file."""
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -123,7 +114,7 @@ def load_gguf_tokenizer(source: GgufTokenizer) -> Tokenizer:
 
 def _is_control(source: GgufTokenizer, token_id: int) -> bool:
     kind = source.token_types[token_id]
-    return kind == _CONTROL or (kind == _USER_DEFINED and not is_plain_text_token(source.tokens[token_id]))
+    return kind == CONTROL or (kind == USER_DEFINED and not is_plain_text_token(source.tokens[token_id]))
 
 
 def _adds_space(source: GgufTokenizer) -> bool:
@@ -145,7 +136,7 @@ def _byte_level_encoder(source: GgufTokenizer, pre: _Pre) -> Callable[[str], lis
     core.pre_tokenizer = pre.build()
     if pre.composes:
         core.normalizer = normalizers.NFC()
-    shorthands = [t for t, kind in zip(source.tokens, source.token_types, strict=True) if kind == _USER_DEFINED]
+    shorthands = [t for t, kind in zip(source.tokens, source.token_types, strict=True) if kind == USER_DEFINED]
     core.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in shorthands if t in vocab])
     return encoder(core)
 
@@ -170,22 +161,18 @@ def _model_file(source: GgufTokenizer, scores: list[float]) -> bytes:
     num_byte_pieces = 0
     for i, (token, kind, score) in enumerate(zip(source.tokens, source.token_types, scores, strict=True)):
         if i == unknown:
-            kind = _UNKNOWN
-        elif kind == _UNKNOWN or _is_control(source, i):
-            kind = _CONTROL
-        elif kind == _USER_DEFINED:
+            kind = UNKNOWN
+        elif kind == UNKNOWN or _is_control(source, i):
+            kind = CONTROL
+        elif kind == USER_DEFINED:
             token = token.replace(" ", "▁")
         if not token or token in seen:  # the library wants unique names; nobody can write these
-            token, kind = f"<id {i}>", _UNUSED if kind == _NORMAL else kind
+            token, kind = f"<id {i}>", UNUSED if kind == NORMAL else kind
         seen.add(token)
-        num_byte_pieces += kind == _BYTE
+        num_byte_pieces += kind == BYTE
         name = token.encode()
-        body = b"\x0a%b%b\x15%b\x18%c" % (
-            _varint(len(name)),
-            name,
-            struct.pack("<f", score),
-            kind,
-        )  # 1 piece, 2 score, 3 type
+        # Fields 1 piece, 2 score, 3 type.
+        body = b"\x0a%b%b\x15%b\x18%c" % (_varint(len(name)), name, struct.pack("<f", score), kind)
         pieces.append(b"\x0a%b%b" % (_varint(len(body)), body))  # field 1: pieces
     # Trainer: 3 model_type = BPE, 35 byte_fallback. Normaliser: 3 add_dummy_prefix, 4 remove_extra_whitespaces,
     # 5 escape_whitespaces.

@@ -14,14 +14,8 @@ from typing import Any
 import orjson
 import tokenizers
 
-from app.text.tokenizer import (
-    ControlToken,
-    Tokenizer,
-    TokenizerError,
-    encoder,
-    is_plain_text_token,
-)
-from decode.checkpoint.checkpoint import HfTokenizerFiles
+from app.text.tokenizer import ControlToken, Tokenizer, TokenizerError, encoder, is_plain_text_token
+from decode.checkpoint.hf import HfTokenizerFiles
 from decode.checkpoint.vocabulary import DecoderRules, VocabularyError, hf_token_bytes, read_tokenizer_json
 
 

@@ -18,7 +18,8 @@ from decode.checkpoint.gguf_file import GgufFile
 
 _END_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 """Control tokens that end an answer even where the metadata names only one EOS id."""
-_CONTROL = 3
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Token types. GGUF took the numbers from SentencePiece's model file."""
 _GEMMA3_PATTERN = 6
 """Every sixth Gemma 3 layer is global; the files do not always say so."""
 
@@ -32,7 +33,6 @@ class GgufTokenizer:
     """Name of the pre-tokenizer, such as "smollm"; "default" when the file has none."""
     tokens: list[str]
     token_types: list[int]
-    """1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte."""
     merges: list[str]
     scores: list[float] | None
     add_bos_token: bool | None
@@ -120,7 +120,7 @@ def gguf_eos_token_ids(metadata: Mapping[str, Any], tokenizer: GgufTokenizer) ->
     found = [
         token_id
         for token_id, (text, kind) in enumerate(zip(tokenizer.tokens, tokenizer.token_types, strict=True))
-        if kind == _CONTROL and text in _END_OF_TURN
+        if kind == CONTROL and text in _END_OF_TURN
     ]
     return tuple(dict.fromkeys(named + found))
 

@@ -14,9 +14,8 @@ from typing import Any
 import orjson
 
 from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles
+from decode.checkpoint.gguf import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
-"""Token types of a GGUF file."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -58,9 +57,9 @@ def gguf_token_bytes(source: GgufTokenizer) -> Callable[[int], bytes]:
         if not 0 <= token_id < len(tokens):
             return b""
         kind = types[token_id]
-        if kind in (_UNKNOWN, _CONTROL, _UNUSED):
+        if kind in (UNKNOWN, CONTROL, UNUSED):
             return b""
-        return tokens[token_id].encode() if kind == _USER_DEFINED else to_bytes(tokens[token_id])
+        return tokens[token_id].encode() if kind == USER_DEFINED else to_bytes(tokens[token_id])
 
     return token_bytes
 
