@@ -18,7 +18,7 @@ from app.server import Server, listen
 from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
 from bridge.streams.reader import MAX_BLOCK_S, Reader
 from decode.checkpoint.checkpoint import open_checkpoint
-from decode.checkpoint.names import resolve, served_name
+from decode.checkpoint.names import SCRIPTED, resolve, served_name
 from tasks.observe.board import MetricsBoard
 from tasks.observe.live import LiveCell
 from tasks.process.clients import connect
@@ -29,9 +29,6 @@ from tasks.protocol.record import RequestRecords
 from tasks.protocol.submit import Submitter
 
 logger = logging.getLogger(__name__)
-
-SCRIPTED = "scripted"
-"""The model without weights."""
 
 
 def run(settings: WebSettings) -> None:

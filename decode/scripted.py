@@ -37,6 +37,7 @@ from zlib import crc32
 
 import numpy as np
 
+from decode.checkpoint.names import SCRIPTED_EOS_TOKEN_ID, SCRIPTED_FIRST_BYTE, SCRIPTED_VOCAB_SIZE
 from decode.checkpoint.vocabulary import Vocabulary
 from decode.engine.engine import Engine, EngineConfig
 from decode.engine.grammar import GrammarMatcher, Grammars, Mask
@@ -44,14 +45,10 @@ from decode.engine.sampling import MAX_LOGPROBS, Chosen, SamplingParams, TokenLo
 from decode.engine.scheduler import ScheduledSequence, StepPlan
 from decode.engine.sequence import Sequence
 
-SCRIPTED_MODEL = "scripted"
 SCRIPTED_FINGERPRINT = "scripted-2"
-SCRIPTED_EOS_TOKEN_ID = 2
 SCRIPTED_STOP_AFTER = 3
 SCRIPTED_SAY = 14
 SCRIPTED_SAID = 15
-SCRIPTED_FIRST_BYTE = 1000
-SCRIPTED_VOCAB_SIZE = SCRIPTED_FIRST_BYTE + 256
 SCRIPTED_MAX_MODEL_LEN = 8192
 _STOP_WINDOW = 64
 _FIRST, _NUM_TOKENS = 100, 900

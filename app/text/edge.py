@@ -10,25 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from app.dialect.conversation import ChatMessage, Piece, PromptError, PromptTooLong, Tool, ToolCall
+from app.dialect.conversation import ChatMessage, Piece, PromptError, PromptTooLong, Tool
 from app.text.detokenizer import Detokenizer, TokenTexts
 from app.text.gguf import load_gguf_tokenizer
 from app.text.hf import load_hf_tokenizer
 from app.text.templates import ChatFormat, choose_format
-from app.text.tokenizer import TokenizerError
 from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer
-
-__all__ = [
-    "ChatMessage",
-    "Detokenizer",
-    "PromptError",
-    "TextEdge",
-    "TokenizerError",
-    "Tool",
-    "ToolCall",
-    "open_text_edge",
-    "scripted_text_edge",
-]
+from decode.checkpoint.names import SCRIPTED_EOS_TOKEN_ID, SCRIPTED_FIRST_BYTE, SCRIPTED_VOCAB_SIZE
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -148,12 +136,6 @@ def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
         control_texts={token.token_id: text for text, token in tokenizer.control_tokens.items()},
         strip_leading_space=tokenizer.strip_leading_space,
     )
-
-
-SCRIPTED_EOS_TOKEN_ID = 2
-SCRIPTED_FIRST_BYTE = 1000
-SCRIPTED_VOCAB_SIZE = SCRIPTED_FIRST_BYTE + 256
-"""The scripted engine's (`decode.scripted`)."""
 
 
 def scripted_text_edge() -> TextEdge:

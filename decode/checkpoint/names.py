@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+SCRIPTED = "scripted"
+"""The model without weights (`decode.scripted`), and those of its token ids that have a text."""
+SCRIPTED_EOS_TOKEN_ID = 2
+SCRIPTED_FIRST_BYTE = 1000
+SCRIPTED_VOCAB_SIZE = SCRIPTED_FIRST_BYTE + 256
 HUB_COMPLETE = ".complete"
 """Written last into a folder pulled from the hub, so that half a download is never taken for a checkpoint."""
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from decode.checkpoint.names import ModelError, resolve, served_name
+from decode.checkpoint.names import SCRIPTED, ModelError, resolve, served_name
 from decode.engine.engine import Engine
 from decode.errors import DecodeError
 from tasks.process.preflight import SCRIPTED_MB, PreflightRefused, Thresholds, memory_needed_mb, read_machine, require
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 QUIET_S = 2.0
 """Loading that takes less than this logs no progress."""
-SCRIPTED = "scripted"
 CANNOT_SERVE = (SettingsError, ModelError, DecodeError, PreflightRefused)
 """What `load_for` raises when trying again would not help."""
 

@@ -26,6 +26,7 @@ from app.server import Server as HttpServer
 from app.server import listen
 from bridge.main import start_bridge
 from bridge.streams.reader import Reader
+from decode.checkpoint.names import SCRIPTED
 from tasks.observe.board import MetricsBoard
 from tasks.observe.live import LiveCell
 from tasks.process.clients import Use, connect_fake
@@ -35,7 +36,7 @@ from tasks.protocol.broker import build_broker
 from tasks.protocol.record import RequestRecords
 from tasks.protocol.submit import Submitter
 from tasks.worker.assembly import describe_worker, start_worker
-from tasks.worker.loading import SCRIPTED, load_for, model_name
+from tasks.worker.loading import load_for, model_name
 from tokenferry.cell.plan import find_model, origin
 from tokenferry.errors import ForPeople
 

@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoint.checkpoint import open_checkpoint
-from decode.checkpoint.names import ModelDamaged, ModelMissing, resolve, served_name
+from decode.checkpoint.names import SCRIPTED, ModelDamaged, ModelMissing, resolve, served_name
 from decode.factory import choose_num_threads
 from tasks.process.preflight import SCRIPTED_MB, Thresholds, examine, memory_needed_mb, read_machine, require
 from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, data_dir, num_workers
-from tasks.worker.loading import SCRIPTED
 from tokenferry.errors import ForPeople
 from tokenferry.progress import PullProgress
 from tokenferry.pull import pull

@@ -23,13 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoint.config import CheckpointError
-from decode.checkpoint.names import PUBLISHED, ModelError, resolve
+from decode.checkpoint.names import PUBLISHED, SCRIPTED, ModelError, resolve
 from decode.native.build import COMPILERS
 from tasks.observe.live import LiveCell, Overview
 from tasks.process.crashes import Crashes, told
 from tasks.process.settings import WebSettings, WorkerSettings, data_dir
 from tasks.protocol import keys
-from tasks.worker.loading import SCRIPTED
 from tokenferry.cell.plan import reachable
 from tokenferry.pull import check as check_model
 from tokenferry.shown import print_json, spelled_duration

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.dialect.conversation import ChatMessage, PromptError, PromptTooLong
-from app.text.edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, open_text_edge, scripted_text_edge
-from decode import scripted
+from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
 from tests.app.corpus import CHATS
 from tests.app.text_checkpoints import (
     CHATML,
@@ -218,6 +217,3 @@ class TestScripted:
         detokenizer = scripted_text_edge().detokenizer(["><10"])
         assert (detokenizer.push([101]), detokenizer.push([102])) == ("<101", "")
         assert detokenizer.stopped
-
-    def test_the_eos_is_the_scripted_engines(self) -> None:
-        assert SCRIPTED_EOS_TOKEN_ID == scripted.SCRIPTED_EOS_TOKEN_ID
