@@ -6,7 +6,7 @@ Owns the types that the text edge passes around. Refuses to know how they are ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,3 +69,7 @@ class Piece(NamedTuple):
 
     text: str
     is_scaffold: bool
+
+
+def text_of(pieces: Iterable[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from app.dialect.conversation import ChatMessage, Piece, PromptError, PromptTooLong, Tool
+from app.dialect.conversation import ChatMessage, Piece, PromptError, PromptTooLong, Tool, text_of
 from app.text.detokenizer import Detokenizer, TokenTexts
 from app.text.gguf import load_gguf_tokenizer
 from app.text.hf import load_hf_tokenizer
@@ -121,7 +121,7 @@ def open_text_edge(checkpoint: Checkpoint) -> TextEdge:
     tokenizer = load_gguf_tokenizer(source) if isinstance(source, GgufTokenizer) else load_hf_tokenizer(source)
     template = checkpoint.chat_template
     if template is None:
-        format, encode_pieces = ChatFormat(_joined_texts), lambda pieces: tokenizer.encode(_text(pieces))
+        format, encode_pieces = ChatFormat(_joined_texts), lambda pieces: tokenizer.encode(text_of(pieces))
     else:
         format, encode_pieces = choose_format(template, tokenizer.template_tokens), tokenizer.encode_pieces
     return TextEdge(
@@ -157,7 +157,7 @@ def scripted_text_edge() -> TextEdge:
 
     return TextEdge(
         format=ChatFormat(render),
-        encode_pieces=lambda pieces: encode(_text(pieces)),
+        encode_pieces=lambda pieces: encode(text_of(pieces)),
         encode=encode,
         token_bytes=token_bytes,
         eos_token_ids=[SCRIPTED_EOS_TOKEN_ID],
@@ -167,10 +167,6 @@ def scripted_text_edge() -> TextEdge:
 
 def _joined_texts(messages: Sequence[ChatMessage]) -> list[Piece]:
     return [Piece("\n".join(message.content for message in messages), False)]
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
 
 
 def _checked(index: int, message: ChatMessage) -> ChatMessage:

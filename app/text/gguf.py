@@ -48,10 +48,6 @@ def _at_matches(pattern: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
 @dataclass(frozen=True, slots=True)
 class _Pre:
     """A pre-tokenizer and the rules that GGUF files leave to its name."""
@@ -65,10 +61,11 @@ class _Pre:
     """Text is brought to Unicode's form NFC first."""
 
 
+_SINGLE_DIGITS = _Pre(lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()]))
 _LLAMA3_RULES = _Pre(lambda: _at_matches(_LLAMA3), takes_whole_words=True, adds_bos=True)
 _PRE_TOKENIZERS: dict[str, _Pre] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _Pre(_gpt2)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _Pre(_single_digits)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SINGLE_DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_RULES),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(lambda: _at_matches(_LLAMA3))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Pre(lambda: _at_matches(_QWEN2), composes=True)),

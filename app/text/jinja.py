@@ -61,7 +61,7 @@ class JinjaTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -208,10 +208,6 @@ class _GenerationTag(Extension):
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.dialect.conversation import ChatMessage, Piece, PromptError, Tool, ToolCall
+from app.dialect.conversation import ChatMessage, Piece, PromptError, Tool, ToolCall, text_of
 from app.dialect.formats import HERMES, ToolFormat, format_of_turns, format_written_as
 from app.dialect.reasoning import ReasoningFormat, reasoning_format_of
 from app.dialect.spelling import has_tool_turns, spelled
@@ -130,7 +130,7 @@ def choose_format(source: str, template_tokens: Mapping[str, str]) -> ChatFormat
     """Of a checkpoint with this Jinja template. Raises `TokenizerError` if the template is not usable."""
     template = choose_template(source, template_tokens)
     own = JinjaTemplate(source, template_tokens)
-    greeting = _text(own([ChatMessage("user", "A")]))
+    greeting = text_of(own([ChatMessage("user", "A")]))
     native = _native_tool_format(own)
     return ChatFormat(
         template=template,
@@ -152,14 +152,14 @@ def _native_tool_format(own: JinjaTemplate) -> ToolFormat | None:
         pieces = own([question, call, ChatMessage("tool", "B", (), "1"), question], tools)
     except TemplateRefusal:
         return None
-    return format_written_as(_text(pieces).replace('{"a":1}', "ARGUMENTS"))
+    return format_written_as(text_of(pieces).replace('{"a":1}', "ARGUMENTS"))
 
 
 def choose_template(source: str, template_tokens: Mapping[str, str]) -> ChatTemplate:
     """The format of a checkpoint with this Jinja template. Raises `TokenizerError` if the template is not usable."""
     own = JinjaTemplate(source, template_tokens)
     try:
-        greeting = _text(own([ChatMessage("user", "A")]))
+        greeting = text_of(own([ChatMessage("user", "A")]))
     except TemplateRefusal as refusal:
         raise TokenizerError(f"the checkpoint's chat template refuses a plain user message: {refusal}") from refusal
     # Templates that look at the date or into the text do something that no probe can show.
@@ -202,8 +202,4 @@ def _agree(own: JinjaTemplate, candidate: ChatTemplate, messages: list[ChatMessa
         expected = own(messages)
     except TemplateRefusal:
         return True
-    return _text(candidate(messages)) == _text(expected)
-
-
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
+    return text_of(candidate(messages)) == text_of(expected)
