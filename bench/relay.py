@@ -67,7 +67,7 @@ def produce(url: str, num_streams: int, num_tokens: int, step_ms: float, tokens_
 
 
 def _waiting(redis: Redis) -> list[str]:
-    raw: Any = redis.zrange(keys.waiting(MODEL), 0, -1)
+    raw: Any = redis.zrange(keys.waiting(MODEL, "default"), 0, -1)
     return [item.decode() for item in raw]
 
 

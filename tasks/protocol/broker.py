@@ -46,12 +46,12 @@ class AssignmentBroker(RedisBroker):
     _max_unpack_size_val: Any = 1000
 
 
-def build_broker(client: Redis, *, namespace: str = keys.QUEUE_NAMESPACE) -> RedisBroker:
+def build_broker(client: Redis) -> RedisBroker:
     """A broker over `client` (`connect(url, use="queue")`). Build it after a fork, one for each process."""
     return AssignmentBroker(  # type: ignore[no-untyped-call]
         client=client,
         middleware=[],
-        namespace=namespace,
+        namespace=keys.QUEUE_NAMESPACE,
         heartbeat_timeout=BROKER_TIMEOUT_MS,
         dead_message_ttl=DEAD_MESSAGE_TTL_MS,
     )

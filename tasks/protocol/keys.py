@@ -1,7 +1,7 @@
 """The table of shared state: every Redis key, its type, its writer, its reader and its lifetime.
 
-Owns the names. No other module, and no script, spells a key: Python calls the functions below, and the scripts see
-the same templates as Lua constants (`lua_constants`). `{}` are literal braces: no id can look like another key.
+Owns the names. No other module, and no script, spells a key: Python calls a `Key` with what it is about, and scripts
+see the same templates as Lua constants (`lua_constants`). `{}` are literal braces: no id can look like another key.
 
 Main database (N):
 
@@ -48,51 +48,78 @@ The end of a request with several choices is the end of the last of them: until 
 the description. `tf:claimed_until:<queue>` is the latest offer time claimed from that queue: queues are first in,
 first out, so an older offer that nobody claimed has lost its message, a younger one is still queued.
 
-Dramatiq's database (N+1), namespace `tfq`: `<ns>:<queue>` list, `<ns>:<queue>.msgs` hash, `<ns>:__acks__.<broker
-id>.<queue>` set, `<ns>:__heartbeats__` zset, `<ns>:<queue>.XQ` dead letters, all of Dramatiq's own making.
+Dramatiq's database (N+1): `tfq:<queue>` list, `tfq:<queue>.msgs` hash, `tfq:__acks__.<broker id>.<queue>` set,
+`tfq:__heartbeats__` zset, `tfq:<queue>.XQ` dead letters, all of Dramatiq's own making.
 """
 
 from __future__ import annotations
 
+import re
+
 from tasks.protocol.contract import Priority
 from tasks.protocol.priorities import PRIORITIES
 
-REQUEST = "tf:{%s}:req"
-OUT = "tf:{%s}:out"
-READERS_OF = "tf:{%s}:readers"
-IDEMPOTENCY = "tf:idempotency:%s"
-STORED = "tf:stored:%s"
-DELETED = "tf:{%s}:deleted"
+
+class Key(str):
+    """A template. Called with what it is about, it gives the name: `request("a")` is `tf:{a}:req`."""
+
+    def __call__(self, *parts: str | int) -> str:
+        return self % parts
+
+
+request = Key("tf:{%s}:req")
+out = Key("tf:{%s}:out")
+"""The stream of one request: token entries and exactly one terminal entry."""
+readers_of = Key("tf:{%s}:readers")
+"""The web processes that read a request."""
+deleted = Key("tf:{%s}:deleted")
+idempotency = Key("tf:idempotency:%s")
+stored = Key("tf:stored:%s")
+"""The stored answers of one owner, the name of an API key; empty where there are none."""
+waiting = Key("tf:waiting:%s:%s")
+"""Of a model and a priority: what is on offer and not claimed, by the time of the offer."""
+claims = Key("tf:claims:%s:%s")
+"""How many requests of a model were claimed in the n-th CLAIMS_BUCKET_MS of the epoch."""
+claimed_until = Key("tf:claimed_until:%s")
+workers = Key("tf:workers:%s")
+lately = Key("tf:lately:%s")
+worker = Key("tf:worker:%s")
+held = Key("tf:worker:%s:held")
+steps = Key("tf:worker:%s:steps")
+"""The log of a worker: the tokens of its last engine steps, an entry for each step."""
+worker_rev = Key("tf:worker:%s:rev")
+"""Another number whenever something that the worker holds has ended or was moved."""
+reader_open = Key("tf:reader:%s:open")
+control = Key("tf:control:%s")
+metrics = Key("tf:metrics:%s")
+"""The packed numbers of one process."""
+wake = Key("tf:wake:%s")
+worker_wake = Key(wake("worker.%s"))
+"""A wake list of one worker's own, to end its waiting when it has to stop."""
+
 DUE = "tf:due"
-WAITING = "tf:waiting:%s:%s"
-CLAIMS = "tf:claims:%s:%s"
-CLAIMED_UNTIL = "tf:claimed_until:%s"
 MODELS = "tf:models"
-WORKERS = "tf:workers:%s"
-LATELY = "tf:lately:%s"
-WORKER = "tf:worker:%s"
-HELD = "tf:worker:%s:held"
-STEPS = "tf:worker:%s:steps"
-REV = "tf:worker:%s:rev"
 READERS = "tf:readers"
-READER_OPEN = "tf:reader:%s:open"
-CONTROL = "tf:control:%s"
 EVENTS = "tf:events"
 EVENTS_GENERATION = "tf:events:generation"
-METRICS = "tf:metrics:%s"
 MEASURED = "tf:metrics"
 CRASHES = "tf:crashes"
 BRIDGE = "tf:bridge"
-WAKE = "tf:wake:%s"
-MESSAGE_LIST = "%s:%s"
-MESSAGES = "%s:%s.msgs"
-
-QUEUE_NEW = "generate.%s"
-QUEUE_CLASS = "generate.%s.%s"
-QUEUE_AGAIN = "generate.%s.again"
-QUEUE_CONTINUE = "generate.%s@%s"
 
 QUEUE_NAMESPACE = "tfq"
+message_list = Key("tfq:%s")
+"""Dramatiq's list of the message ids waiting in a queue."""
+messages = Key("tfq:%s.msgs")
+"""Dramatiq's hash message id -> message of a queue."""
+message_acks = Key("tfq:__acks__.%s.%s")
+"""Of a broker and a queue: Dramatiq's set of the message ids that were fetched and not acknowledged."""
+MESSAGE_HEARTBEATS = "tfq:__heartbeats__"
+"""Dramatiq's zset broker id -> when it was last seen (ms)."""
+
+queue_again = Key("generate.%s.again")
+"""Further offers of requests that have no token yet."""
+queue_continue = Key("generate.%s@%s")
+"""Of a model and a fingerprint: further offers of requests that have tokens, which no other worker may continue."""
 
 MAX_EVENTS = 1_000_000
 """A safety net only: the recorder trims `tf:events` as it reads. Without any recorder the oldest facts go first."""
@@ -109,8 +136,7 @@ LATELY_MS = 5_000
 the length of a lease. One that has left, or whose supervisor saw it die, does not count."""
 STEPS_KEPT = 64
 """How many steps the log of a worker has: more than `tasks.worker.step_log` lets pass without a flush, so that what
-is gone
-from it is in the streams of the requests."""
+is gone from it is in the streams of the requests."""
 STEPS_TTL_MS = 3_600_000
 """Of a log to which nothing is added."""
 CONTROL_KEPT = 1_000
@@ -121,95 +147,9 @@ CLAIMS_BUCKET_MS = 5_000
 """How many milliseconds of claims are counted in one key."""
 
 
-def request(request_id: str) -> str:
-    return REQUEST % request_id
-
-
-def out(request_id: str) -> str:
-    """The stream of one request: token entries and exactly one terminal entry."""
-    return OUT % request_id
-
-
-def readers_of(request_id: str) -> str:
-    """The web processes that read a request."""
-    return READERS_OF % request_id
-
-
-def idempotency(key: str) -> str:
-    return IDEMPOTENCY % key
-
-
-def stored(owner: str) -> str:
-    """The stored answers of one owner, the name of an API key; empty where there are none."""
-    return STORED % owner
-
-
-def waiting(model: str, priority: Priority = "default") -> str:
-    """What is on offer and not claimed, by the time of the offer."""
-    return WAITING % (model, priority)
-
-
-def claims(model: str, bucket: int) -> str:
-    """How many requests were claimed in the `bucket`-th CLAIMS_BUCKET_MS of the epoch."""
-    return CLAIMS % (model, bucket)
-
-
-def claimed_until(queue: str) -> str:
-    return CLAIMED_UNTIL % queue
-
-
-def workers(model: str) -> str:
-    return WORKERS % model
-
-
-def worker(worker_id: str) -> str:
-    return WORKER % worker_id
-
-
-def held(worker_id: str) -> str:
-    return HELD % worker_id
-
-
-def steps(worker_id: str) -> str:
-    """The log of a worker: the tokens of its last engine steps, an entry for each step."""
-    return STEPS % worker_id
-
-
-def worker_rev(worker_id: str) -> str:
-    """Another number whenever something that the worker holds has ended or was moved."""
-    return REV % worker_id
-
-
-def reader_open(reader_id: str) -> str:
-    return READER_OPEN % reader_id
-
-
-def control(reader_id: str) -> str:
-    return CONTROL % reader_id
-
-
-def metrics(process: str) -> str:
-    """The packed numbers of one process."""
-    return METRICS % process
-
-
-def wake(queue: str) -> str:
-    return WAKE % queue
-
-
 def queue_new(model: str, priority: Priority = "default") -> str:
     """First offers of one class."""
-    return QUEUE_NEW % model if priority == "default" else QUEUE_CLASS % (model, priority)
-
-
-def queue_again(model: str) -> str:
-    """Further offers of requests that have no token yet."""
-    return QUEUE_AGAIN % model
-
-
-def queue_continue(model: str, fingerprint: str) -> str:
-    """Further offers of requests that have tokens: only workers of that fingerprint may continue them."""
-    return QUEUE_CONTINUE % (model, fingerprint)
+    return f"generate.{model}" if priority == "default" else f"generate.{model}.{priority}"
 
 
 def worker_queues(model: str, fingerprint: str) -> tuple[str, ...]:
@@ -218,50 +158,9 @@ def worker_queues(model: str, fingerprint: str) -> tuple[str, ...]:
     return queue_continue(model, fingerprint), queue_again(model), *new
 
 
-def worker_wake(worker_id: str) -> str:
-    """A wake list of one worker's own, to end its waiting when it has to stop."""
-    return WAKE % f"worker.{worker_id}"
-
-
-def message_list(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:
-    """Dramatiq's list of the message ids waiting in `queue` (Dramatiq's database)."""
-    return MESSAGE_LIST % (namespace, queue)
-
-
-def messages(queue: str, namespace: str = QUEUE_NAMESPACE) -> str:
-    """Dramatiq's hash message id -> message of `queue`."""
-    return MESSAGES % (namespace, queue)
-
-
-def message_acks(queue: str, broker_id: str, namespace: str = QUEUE_NAMESPACE) -> str:
-    """Dramatiq's set of the message ids that `broker_id` fetched from `queue` and has not acknowledged."""
-    return f"{namespace}:__acks__.{broker_id}.{queue}"
-
-
-def message_heartbeats(namespace: str = QUEUE_NAMESPACE) -> str:
-    """Dramatiq's zset broker id -> when it was last seen (ms)."""
-    return f"{namespace}:__heartbeats__"
-
-
-def lua_constants() -> str:
-    """The templates and limits above as Lua locals, put before every script."""
-    names = (
-        "REQUEST OUT READERS_OF IDEMPOTENCY DELETED DUE WAITING CLAIMS CLAIMED_UNTIL MODELS WORKERS LATELY WORKER"
-        " HELD STEPS REV READERS READER_OPEN CONTROL EVENTS WAKE MESSAGE_LIST MESSAGES QUEUE_AGAIN QUEUE_CONTINUE"
-    )
-    numbers = (
-        "MAX_EVENTS",
-        "MAX_TRIMMED",
-        "LATELY_MS",
-        "CLAIMS_BUCKET_MS",
-        "MAX_WAKE_TOKENS",
-        "WAKE_TOKENS_AGAIN",
-        "WAKE_TTL_MS",
-        "STEPS_KEPT",
-        "STEPS_TTL_MS",
-        "CONTROL_KEPT",
-        "CONTROL_TTL_MS",
-    )
-    lines = [f'local {name} = "{globals()[name]}"' for name in names.split()]
-    lines += [f"local {name} = {globals()[name]}" for name in numbers]
-    return "\n".join([*lines, ""])
+def lua_constants(text: str) -> str:
+    """Those names and limits above that `text` uses, in capitals, as Lua locals to put before it."""
+    known = {name.upper(): value for name, value in globals().items() if isinstance(value, Key) or name.isupper()}
+    used = sorted(known.keys() & set(re.findall(r"[A-Z_]+", text)))
+    lines = (f'"{known[name]}"' if isinstance(known[name], str) else str(known[name]) for name in used)
+    return "".join(f"local {name} = {value}\n" for name, value in zip(used, lines, strict=True))

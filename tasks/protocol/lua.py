@@ -54,7 +54,8 @@ def source(name: str) -> str:
     """The whole text of script `name`: key templates, shared parts, body."""
     folder = files("tasks.protocol") / "scripts"
     paths = (*(folder / "parts" / f"{part}.lua" for part in PARTS[name]), folder / f"{name}.lua")
-    return keys.lua_constants() + "".join(path.read_text(encoding="utf-8") for path in paths)
+    text = "".join(path.read_text(encoding="utf-8") for path in paths)
+    return keys.lua_constants(text) + text
 
 
 class Scripts:

@@ -74,10 +74,10 @@ class Submitter:
 
 
 def place_of(redis: Redis, broker: RedisBroker) -> str:
-    """Where messages go, for the script: the numbers of the main and of Dramatiq's database, and its namespace."""
+    """Where messages go, for the script: the numbers of the main and of Dramatiq's database."""
     client: Any = broker.client
     databases = (each.connection_pool.connection_kwargs.get("db", 0) for each in (redis, client))
-    return " ".join((*map(str, databases), broker.namespace))
+    return " ".join(map(str, databases))
 
 
 def _item(queue: str, request_id: str, attempt: int) -> tuple[str, bytes]:

@@ -81,7 +81,7 @@ class AssignmentConsumer:
         head_starts = {keys.queue_new(info.model, priority): ms for priority, ms in HEAD_START_MS.items()}
         self._fetch_arguments: list[str | int] = [
             broker.broker_id,
-            keys.message_heartbeats(broker.namespace),
+            keys.MESSAGE_HEARTBEATS,
             BOOKS_TTL_MS,
             place_of(redis, broker),
         ]
@@ -89,8 +89,8 @@ class AssignmentConsumer:
             (
                 queue,
                 (
-                    keys.message_list(queue, broker.namespace),
-                    keys.messages(queue, broker.namespace),
+                    keys.message_list(queue),
+                    keys.messages(queue),
                     self._acks(queue),
                     keys.wake(queue),
                     head_starts.get(queue, ""),
@@ -152,7 +152,7 @@ class AssignmentConsumer:
         try:
             self._acknowledge_all()
             self._give_back_unseen()
-            self._client.zrem(keys.message_heartbeats(self._broker.namespace), self._broker.broker_id)
+            self._client.zrem(keys.MESSAGE_HEARTBEATS, self._broker.broker_id)
         except RedisError as error:
             log.warning("left without telling Dramatiq: %s", error)
 
@@ -215,7 +215,7 @@ class AssignmentConsumer:
     def _is_work_waiting(self) -> bool:
         with self._client.pipeline(transaction=False) as pipe:
             for queue in self.queues:
-                pipe.llen(keys.message_list(queue, self._broker.namespace))
+                pipe.llen(keys.message_list(queue))
             return any(pipe.execute())
 
     def _fetch(self) -> bool:
@@ -256,7 +256,7 @@ class AssignmentConsumer:
         """Give back what Dramatiq believes to be here and is not, stay in its books, and clear those of the dead."""
         self._acknowledge_all()
         self._give_back_unseen()
-        alive, now_ms = keys.message_heartbeats(self._broker.namespace), int(time.time() * 1000)
+        alive, now_ms = keys.MESSAGE_HEARTBEATS, int(time.time() * 1000)
         self._client.zadd(alive, {self._broker.broker_id: now_ms})
         for broker_id in self._client.zrangebyscore(alive, "-inf", now_ms - DEAD_AFTER_MS):
             self._bury(broker_id.decode())
@@ -284,14 +284,13 @@ class AssignmentConsumer:
 
     def _bury(self, broker_id: str) -> None:
         """Drop the messages that a dead worker had: what becomes of their requests is for the watchdog to say."""
-        namespace = self._broker.namespace
         for queue in self.queues:
-            acks = keys.message_acks(queue, broker_id, namespace)
+            acks = keys.message_acks(broker_id, queue)
             if taken := self._client.smembers(acks):
                 log.info("dropping %d messages of %s that a dead worker had taken", len(taken), queue)
-                self._client.hdel(keys.messages(queue, namespace), *taken)
+                self._client.hdel(keys.messages(queue), *taken)
                 self._client.delete(acks)
-        self._client.zrem(keys.message_heartbeats(namespace), broker_id)
+        self._client.zrem(keys.MESSAGE_HEARTBEATS, broker_id)
 
     def _acks(self, queue: str) -> str:
-        return keys.message_acks(queue, self._broker.broker_id, self._broker.namespace)
+        return keys.message_acks(self._broker.broker_id, queue)

@@ -8,7 +8,7 @@
 -- or a list with the reason of the refusal }.
 local active_ttl, stream_ttl = ARGV[2], ARGV[3]
 local worker, step, packed = ARGV[4], ARGV[6], ARGV[7]
-local rev_key = REV:format(worker)
+local rev_key = WORKER_REV:format(worker)
 local is_undisturbed, entry_of_step = false, ''
 
 if worker ~= '' then

@@ -19,7 +19,7 @@ if redis.call('EXISTS', held) == 1 then
   redis.call('ZADD', live, 0, worker)
   return 0
 end
-redis.call('DEL', WORKER:format(worker), STEPS:format(worker), REV:format(worker))
+redis.call('DEL', WORKER:format(worker), STEPS:format(worker), WORKER_REV:format(worker))
 if redis.call('ZREM', live, worker) == 1 then
   event('worker_left', '', '', worker, model, '{}')
 end

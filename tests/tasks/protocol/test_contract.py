@@ -164,6 +164,11 @@ def test_no_request_id_can_reach_the_keys_of_another_thing() -> None:
 
 
 def test_the_scripts_see_the_same_templates_as_python() -> None:
-    constants = keys.lua_constants()
-    assert f'local REQUEST = "{keys.request("%s")}"' in constants
-    assert f'local QUEUE_CONTINUE = "{keys.queue_continue("%s", "%s")}"' in constants
+    constants = keys.lua_constants(
+        "REQUEST:format(id) .. QUEUE_CONTINUE:format(model, f) .. MAX_TRIMMED"
+    ).splitlines()
+    assert constants == [
+        f"local MAX_TRIMMED = {keys.MAX_TRIMMED}",
+        f'local QUEUE_CONTINUE = "{keys.queue_continue("%s", "%s")}"',
+        f'local REQUEST = "{keys.request("%s")}"',
+    ]

@@ -70,13 +70,13 @@ class Queues:
             for key in (
                 keys.message_list(queue),
                 keys.messages(queue),
-                keys.message_acks(queue, "b"),
+                keys.message_acks("b", queue),
                 keys.wake(queue),
                 head_starts.get(queue, ""),
                 "",
             )
         ]
-        reply = self.scripts.call("fetch", None, "b", keys.message_heartbeats(), 1000, "0 1", *arguments)
+        reply = self.scripts.call("fetch", None, "b", keys.MESSAGE_HEARTBEATS, 1000, "0 1", *arguments)
         return None if reply is None else reply[1].decode()
 
 

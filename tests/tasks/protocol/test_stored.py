@@ -165,8 +165,8 @@ def test_deleting_leaves_nothing_but_its_place_for_a_while(cell: Cell) -> None:
     finish(cell, "r1", "r1.1")
     assert cell.records.stored.delete("r1", "") == "deleted"
     left = {key.decode() for key in cell.redis.keys("*") if b"r1" in key}
-    assert left == {keys.DELETED % "r1"}
-    assert 0 < cell.redis.pttl(keys.DELETED % "r1") <= 600_000
+    assert left == {keys.deleted("r1")}
+    assert 0 < cell.redis.pttl(keys.deleted("r1")) <= 600_000
     assert listed(cell) == []
     assert cell.records.stored.delete("r1", "") == "deleted"
     assert cell.records.stored.delete("never", "") == "unknown"

@@ -179,9 +179,9 @@ def test_only_what_is_here_can_be_acknowledged(cell: Cell, worker: Worker) -> No
 def test_the_books_of_a_fetch_expire(cell: Cell, worker: Worker) -> None:
     push(cell, NEW, "r1")
     worker.consumer.tick()
-    acks = keys.message_acks(NEW, worker.broker.broker_id)
+    acks = keys.message_acks(worker.broker.broker_id, NEW)
     assert cell.queue.pttl(acks) > 0
-    assert cell.queue.pttl(keys.message_heartbeats()) > 0
+    assert cell.queue.pttl(keys.MESSAGE_HEARTBEATS) > 0
 
 
 def test_an_acknowledgement_is_told_until_redis_answers(
@@ -298,11 +298,11 @@ def test_the_messages_of_a_worker_that_died_long_ago_are_dropped_and_those_of_a_
     for other, request_id in ((dead, "r1"), (live, "r2")):
         push(cell, NEW, request_id)
         assert other.consumer.tick()
-    cell.queue.zadd(keys.message_heartbeats(), {dead.broker.broker_id: 1})
+    cell.queue.zadd(keys.MESSAGE_HEARTBEATS, {dead.broker.broker_id: 1})
     worker.consumer._keep_house()
     assert cell.queue.hlen(keys.messages(NEW)) == 1
-    assert cell.queue.exists(keys.message_acks(NEW, dead.broker.broker_id)) == 0
-    assert cell.queue.zscore(keys.message_heartbeats(), dead.broker.broker_id) is None
+    assert cell.queue.exists(keys.message_acks(dead.broker.broker_id, NEW)) == 0
+    assert cell.queue.zscore(keys.MESSAGE_HEARTBEATS, dead.broker.broker_id) is None
     for other in (dead, live):  # the dead one was only frozen
         other.consumer.acknowledge(other.taken[0])
         other.consumer.tick()
@@ -417,7 +417,7 @@ def test_told_to_stop_an_idle_consumer_ends_at_once(cell: Cell) -> None:
     worker.consumer.stop_fetching()
     worker.consumer.stop(10)
     assert not worker.consumer._thread.is_alive()
-    assert cell.queue.zscore(keys.message_heartbeats(), worker.broker.broker_id) is None
+    assert cell.queue.zscore(keys.MESSAGE_HEARTBEATS, worker.broker.broker_id) is None
 
 
 def test_told_to_stop_it_takes_nothing_and_passes_the_wake_token_on(cell: Cell, worker: Worker) -> None:

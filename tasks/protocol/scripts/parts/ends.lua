@@ -34,13 +34,13 @@ local function set_rev(worker, rev)
   redis.call('XADD', steps, mark, 's', '')
   redis.call('XDEL', steps, mark)
   redis.call('PEXPIRE', steps, STEPS_TTL_MS)
-  redis.call('SET', REV:format(worker), int(rev), 'PX', STEPS_TTL_MS)
+  redis.call('SET', WORKER_REV:format(worker), int(rev), 'PX', STEPS_TTL_MS)
 end
 
 -- Something of what a worker holds has ended or was moved. The new `rev` is no number that anybody has, not even from a
 -- Redis that has lost its last second.
 local function disturb(worker)
-  local rev = worker ~= '' and tonumber(redis.call('GET', REV:format(worker)) or nil)
+  local rev = worker ~= '' and tonumber(redis.call('GET', WORKER_REV:format(worker)) or nil)
   if rev then
     set_rev(worker, math.max(now, rev + 1))
   end
