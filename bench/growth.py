@@ -33,7 +33,7 @@ from decode.engine.engine import Engine
 from decode.engine.sampling import SamplingParams
 from decode.engine.sequence import Sequence as EngineSequence
 from decode.factory import load_engine
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 from tokenferry.load import drive, encode_request
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
@@ -158,7 +158,7 @@ def engine_for(checkpoint: Checkpoint, variant: str, max_num_seqs: int, max_len:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
         num_threads=0,
-        cache_dir=cache_dir(os.environ),
+        cache_dir=Settings.from_env(os.environ).cache_dir,
     )
 
 
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--variant", default="auto")
     parser.add_argument("--write", action="store_true", help=f"write bench/{PLOT.name}")
     options = parser.parse_args(arguments)
-    checkpoint = open_checkpoint(resolve(options.model, cache_dir(os.environ)))
+    checkpoint = open_checkpoint(resolve(options.model, Settings.from_env(os.environ).cache_dir))
     growth = measure(checkpoint, options.variant, lambda text: print(text, file=sys.stderr, flush=True))
     print(table(growth))
     if options.write:

@@ -21,7 +21,7 @@ from bench import growth, overhead, peers, quality, relay
 from bench.machine import machine
 from decode.checkpoint.checkpoint import open_checkpoint
 from decode.checkpoint.names import DEFAULT_MODEL, resolve
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 
 REPORT = Path(__file__).parent / "OWN.md"
 
@@ -74,7 +74,7 @@ def of_relay() -> str:
 
 
 def of_growth() -> str:
-    checkpoint = open_checkpoint(resolve(DEFAULT_MODEL, cache_dir(os.environ)))
+    checkpoint = open_checkpoint(resolve(DEFAULT_MODEL, Settings.from_env(os.environ).cache_dir))
     measured = growth.measure(checkpoint, "auto", say)
     growth.PLOT.write_text(growth.plot(measured), encoding="utf-8")
     return f"![growth]({growth.PLOT.name})\n\n{growth.table(measured)}"

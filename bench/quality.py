@@ -41,7 +41,7 @@ from decode.oracle.batch import build_batch
 from decode.oracle.kv_cache import KvCache
 from decode.oracle.model import Decoder, model_windows
 from decode.oracle.runner import VARIANTS as TORCH_VARIANTS
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 
 ORACLE = "fp32"
 VARIANTS = (*TORCH_VARIANTS, *NATIVE_VARIANTS)
@@ -105,7 +105,7 @@ def opened(checkpoint: Checkpoint, variant: str, size: int) -> Iterator[Logits]:
         max_model_len=size,
         max_num_seqs=size,
         max_num_batched_tokens=size,
-        cache_dir=cache_dir(os.environ),
+        cache_dir=Settings.from_env(os.environ).cache_dir,
         content_hash=checkpoint.content_hash(),
         num_threads=choose_num_threads(),
     )
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--variants: {', '.join(sorted(unknown))} not among {', '.join(VARIANTS)}")
     if options.window < 2:
         parser.error("--window: at least 2")
-    checkpoint = open_checkpoint(resolve(options.model, cache_dir(os.environ)))
+    checkpoint = open_checkpoint(resolve(options.model, Settings.from_env(os.environ).cache_dir))
     token_ids = open_text_edge(checkpoint).encode(options.text.read_text(encoding="utf-8"))
     scores = judge(checkpoint, variants, token_ids, min(options.window, checkpoint.config.max_model_len))
     print(table(scores))

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from decode.checkpoint.names import DEFAULT_MODEL, ModelMissing, Package, PublishedModel, resolve
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 
 
 def smollm2_path() -> Path:
-    return resolve(DEFAULT_MODEL, cache_dir(os.environ))
+    return resolve(DEFAULT_MODEL, Settings.from_env(os.environ).cache_dir)
 
 
 def gemma3_path() -> Path:
     try:
-        return resolve("gemma-3-270m", cache_dir(os.environ))
+        return resolve("gemma-3-270m", Settings.from_env(os.environ).cache_dir)
     except ModelMissing as error:
         pytest.skip(str(error))
 

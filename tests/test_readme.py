@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -26,7 +27,7 @@ import pytest
 from decode.checkpoint.names import PUBLISHED
 from tasks.observe.metrics import METRICS
 from tasks.process.clients import connect
-from tasks.process.settings import WebSettings
+from tasks.process.settings import BridgeSettings, WebSettings, WorkerSettings, variable_of
 from tasks.process.supervisor import EXIT_CANNOT_SERVE, KILL_AFTER_S
 from tasks.protocol import keys
 from tasks.protocol.broker import build_broker
@@ -119,15 +120,14 @@ def anchors(text: str) -> set[str]:
 def settings_in_code() -> dict[str, str | None]:
     """Every variable that is read, and its default where that is a constant."""
     found: dict[str, str | None] = {}
-    for name in ("tasks/process/settings.py", "tasks/process/preflight.py"):
-        for node in ast.walk(ast.parse((ROOT / name).read_text())):
-            if not isinstance(node, ast.Call) or len(node.args) < 2:
-                continue
-            first, variable, *rest = node.args
-            if not (isinstance(first, ast.Name) and first.id == "environ" and isinstance(variable, ast.Constant)):
-                continue
-            default = rest[0] if rest else None
-            found[str(variable.value)] = str(default.value) if isinstance(default, ast.Constant) else None
+    for kind in (WebSettings, WorkerSettings, BridgeSettings):
+        found |= {variable_of(one): one.metadata["default"] for one in dataclasses.fields(kind)}
+    for node in ast.walk(ast.parse((ROOT / "tasks/process/preflight.py").read_text())):
+        if not isinstance(node, ast.Call) or len(node.args) < 2:
+            continue
+        first, variable, *_ = node.args
+        if isinstance(first, ast.Name) and first.id == "environ" and isinstance(variable, ast.Constant):
+            found[str(variable.value)] = None
     return found
 
 
@@ -183,7 +183,7 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
     wrong = {
         name: (default, table[name])
         for name, default in code.items()
-        if default and f"`{default}`" not in table[name] and default != "False"
+        if default and f"`{default}`" not in table[name]
     }
     assert wrong == {}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from decode.checkpoint.config import CheckpointError
 from decode.checkpoint.names import ModelError
 from tasks.process.preflight import PreflightRefused
-from tasks.process.settings import SettingsError, cache_dir, data_dir, redis_url
+from tasks.process.settings import Settings, SettingsError
 from tasks.protocol.moves import STATES
 from tokenferry.errors import ForPeople
 
@@ -225,13 +225,18 @@ def _serve(options: argparse.Namespace) -> int:
 def _pull(options: argparse.Namespace) -> int:
     from tokenferry.commands.models import pull
 
-    return pull(options.model, cache_dir(os.environ), accept_terms=options.accept_terms, check_only=options.check)
+    return pull(
+        options.model,
+        Settings.from_env(os.environ).cache_dir,
+        accept_terms=options.accept_terms,
+        check_only=options.check,
+    )
 
 
 def _models(options: argparse.Namespace) -> int:
     from tokenferry.commands.models import models
 
-    return models(cache_dir(os.environ), as_json=options.json)
+    return models(Settings.from_env(os.environ).cache_dir, as_json=options.json)
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -311,13 +316,13 @@ def _history() -> History:
 
 
 def _catalog_folder() -> Path:
-    return data_dir(os.environ) / "catalog"
+    return Settings.from_env(os.environ).data_dir / "catalog"
 
 
 def _redis() -> Redis:
     from tasks.process.clients import connect
 
-    return connect(redis_url(os.environ), use="short")
+    return connect(Settings.from_env(os.environ).redis_url, use="short")
 
 
 def _preflight(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import sentencepiece
 
 from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles, ModelConfig
 from decode.checkpoint.names import ModelError, resolve
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 from tests.app.corpus import TEXTS
 
 CHATML = (
@@ -76,7 +76,7 @@ def checkpoint_of(
 def pulled_model(name: str) -> Path:
     """The file of a published model; skips the test if nobody has pulled it."""
     try:
-        return resolve(name, cache_dir(os.environ))
+        return resolve(name, Settings.from_env(os.environ).cache_dir)
     except ModelError as error:
         pytest.skip(str(error))
 

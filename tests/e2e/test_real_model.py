@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from decode.checkpoint.names import DEFAULT_MODEL
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 from tests.e2e.harness import HOST, TestedCell
 from tokenferry.pull import pull
 
@@ -24,7 +24,7 @@ ENVIRON = {"NUM_THREADS": "1", "KV_CACHE_TOKENS": "8192", "MAX_NUM_SEQS": "8"}
 
 @pytest.fixture(scope="module")
 def cell() -> Iterator[TestedCell]:
-    pull(DEFAULT_MODEL, cache_dir(os.environ))
+    pull(DEFAULT_MODEL, Settings.from_env(os.environ).cache_dir)
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
         with TestedCell(Path(folder), model=DEFAULT_MODEL, num_workers=2, environ=ENVIRON, start_s=180) as running:
             yield running

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode.checkpoint.names import DEFAULT_MODEL, ModelError, resolve
-from tasks.process.settings import cache_dir
+from tasks.process.settings import Settings
 from tests.faults.cell import FaultyCell
 from tests.faults.driver import Driver, Report
 from tests.faults.failover import (
@@ -138,7 +138,7 @@ def _single_faults(figures: Figures, num_kills: int, num_real_kills: int) -> Non
 
 def _has_model() -> bool:
     try:
-        resolve(DEFAULT_MODEL, cache_dir(os.environ))
+        resolve(DEFAULT_MODEL, Settings.from_env(os.environ).cache_dir)
     except ModelError as error:
         print(f"without the real model: {error}", file=sys.stderr)
         return False

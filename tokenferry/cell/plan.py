@@ -20,7 +20,7 @@ from decode.checkpoint.checkpoint import open_checkpoint
 from decode.checkpoint.names import SCRIPTED, ModelDamaged, ModelMissing, resolve, served_name
 from decode.factory import choose_num_threads
 from tasks.process.preflight import SCRIPTED_MB, Thresholds, examine, memory_needed_mb, read_machine, require
-from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, data_dir, num_workers
+from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings
 from tokenferry.errors import ForPeople
 from tokenferry.progress import PullProgress
 from tokenferry.pull import pull
@@ -45,7 +45,7 @@ def threads_for(num_workers: int) -> int:
 def preflight(environ: Mapping[str, str], *, as_json: bool = False) -> int:
     """Show every figure beside its threshold. Raises SettingsError, ModelError, CheckpointError, PreflightRefused."""
     worker = WorkerSettings.from_env(environ)
-    workers = max(1, num_workers(environ))
+    workers = max(1, worker.workers)
     console = Console(file=sys.stderr if as_json else None)
     try:
         checkpoint = None if worker.model == SCRIPTED else resolve(worker.model, worker.cache_dir)
@@ -98,19 +98,18 @@ def make_plan(environ: Mapping[str, str]) -> Plan:
     """
     web, worker = WebSettings.from_env(environ), WorkerSettings.from_env(environ)
     BridgeSettings.from_env(environ)
-    workers = num_workers(environ)
     checkpoint = None if worker.model == SCRIPTED else find_model(worker.model, worker.cache_dir)
     memory_mb = memory_for(worker, checkpoint)
-    require(read_machine(), Thresholds.from_env(environ, memory_mb * max(1, workers)))
+    require(read_machine(), Thresholds.from_env(environ, memory_mb * max(1, worker.workers)))
     return Plan(
         web=web,
         worker=worker,
-        num_workers=workers,
-        num_threads=worker.num_threads or threads_for(workers),
+        num_workers=worker.workers,
+        num_threads=worker.num_threads or threads_for(worker.workers),
         model=served_name(worker.model),
         checkpoint=checkpoint,
         memory_mb=memory_mb,
-        data_dir=data_dir(environ),
+        data_dir=web.data_dir,
         own_redis=not environ.get("REDIS_URL", "").strip(),
     )
 

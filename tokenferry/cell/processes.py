@@ -20,16 +20,7 @@ from decode.errors import DecodeError
 from tasks.process.clients import connect
 from tasks.process.crashes import report_death
 from tasks.process.logs import log_to_stderr
-from tasks.process.settings import (
-    BridgeSettings,
-    SettingsError,
-    WebSettings,
-    WorkerSettings,
-    data_dir,
-    log_format,
-    log_level,
-    redis_url,
-)
+from tasks.process.settings import BridgeSettings, Settings, SettingsError, WebSettings, WorkerSettings
 from tasks.process.supervisor import EXIT_CANNOT_SERVE, Supervisor
 from tokenferry.cell.valkey import keep_running, stop_with_parent
 from tokenferry.errors import ForPeople
@@ -81,7 +72,8 @@ def bridge() -> int:
 
 def redis() -> int:
     """The embedded Valkey, or nothing when REDIS_URL names another server (but stay: honcho ends with its first)."""
-    log_to_stderr(log_level(os.environ), log_format(os.environ), os.environ)
+    settings = Settings.from_env(os.environ)
+    log_to_stderr(settings.log_level, settings.log_format, os.environ)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.set())
@@ -89,7 +81,7 @@ def redis() -> int:
         log.info("REDIS_URL is set: the embedded Valkey is not needed")
         stop.wait()
         return 0
-    keep_running(data_dir(os.environ), stop, log.info)
+    keep_running(settings.data_dir, stop, log.info)
     return 0
 
 
@@ -107,7 +99,7 @@ def supervised(command: str, run: Callable[[], None]) -> int:
         child = [sys.executable, "-m", "tokenferry.cli", command]
         return subprocess.Popen(child, env=environ, preexec_fn=stop_with_parent)
 
-    redis = connect(redis_url(os.environ), use="short", max_connections=1)
+    redis = connect(Settings.from_env(os.environ).redis_url, use="short", max_connections=1)
     supervisor = Supervisor(
         spawn, lambda name: None, new_id=lambda: command, report=lambda status: report_death(redis, command, status)
     )

@@ -27,7 +27,7 @@ from decode.checkpoint.names import PUBLISHED, SCRIPTED, ModelError, resolve
 from decode.native.build import COMPILERS
 from tasks.observe.live import LiveCell, Overview
 from tasks.process.crashes import Crashes, told
-from tasks.process.settings import WebSettings, WorkerSettings, data_dir
+from tasks.process.settings import WebSettings, WorkerSettings
 from tasks.protocol import keys
 from tokenferry.cell.plan import reachable
 from tokenferry.pull import check as check_model
@@ -287,7 +287,7 @@ def examine(environ: Mapping[str, str], redis: Redis) -> list[Finding]:
         *check_checkpoint(worker.model, worker.cache_dir),
         *check_device(worker.device, worker.variant),
         *check_port(web.host, web.port),
-        *check_machine(data_dir(environ)),
+        *check_machine(web.data_dir),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from decode import factory
 from tasks.process import settings
-from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings, num_workers
+from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -44,7 +44,6 @@ def test_the_embedded_server_follows_the_data_folder() -> None:
         ("MAX_WAITING", "0"),
         ("MAX_WAITING", "9" * 30),
         ("REDIS_URL", "http://x"),
-        ("LEASE_MS", "49"),
         ("STREAM_TTL_S", "0"),
         ("STORE_DAYS", "0"),
         ("STORE_DAYS", "3651"),
@@ -77,6 +76,8 @@ def test_a_bad_value_of_the_web_process_names_its_variable(name: str, value: str
         ("MAX_NUM_SEQS", "0"),
         ("HEARTBEAT_MS", "9"),
         ("STALL_LIMIT_S", "0"),
+        ("LEASE_MS", "49"),
+        ("WORKERS", "two"),
         ("SCRIPTED_STEP_MS", "-5"),
         ("PROMPT_LOOKUP", "yes"),
     ],
@@ -117,9 +118,3 @@ def test_a_step_must_hold_a_token_of_every_sequence() -> None:
 def test_drafts_can_be_turned_off() -> None:
     assert WorkerSettings.from_env({"PROMPT_LOOKUP": "on"}).prompt_lookup
     assert not WorkerSettings.from_env({"PROMPT_LOOKUP": "off"}).prompt_lookup
-
-
-def test_a_bad_number_of_workers_names_its_variable() -> None:
-    assert num_workers({}) == 1
-    with pytest.raises(SettingsError, match=r"^WORKERS must"):
-        num_workers({"WORKERS": "two"})
