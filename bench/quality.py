@@ -34,13 +34,13 @@ from decode.checkpoint.names import DEFAULT_MODEL, resolve, served_name
 from decode.engine.sampling import SamplingParams
 from decode.engine.scheduler import ScheduledSequence, StepPlan
 from decode.engine.sequence import Sequence as EngineSequence
-from decode.factory import choose_num_threads
 from decode.native.model import CACHE_BLOCK, StepArrays
 from decode.native.runner import NATIVE_VARIANTS, NativeModelRunner
 from decode.oracle.batch import build_batch
 from decode.oracle.kv_cache import KvCache
 from decode.oracle.model import Decoder, model_windows
 from decode.oracle.runner import VARIANTS as TORCH_VARIANTS
+from decode.threads import choose_num_threads
 from tasks.process.settings import Settings
 
 ORACLE = "fp32"

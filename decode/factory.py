@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
@@ -20,6 +19,7 @@ from decode.engine.grammar import Grammars
 from decode.errors import DecodeError
 from decode.native.build import NativeUnavailable
 from decode.native.runner import MAX_DRAFT_ROWS, NATIVE_VARIANTS, NativeModelRunner, native_execution
+from decode.threads import choose_num_threads
 
 log = logging.getLogger(__name__)
 
@@ -160,17 +160,3 @@ def _torch_execution(variant: str, device: str) -> str:
     else:
         raise UnsupportedVariant(f"device {device!r}: torch finds no CUDA device")
     return f"{LAYOUT} {variant} {torch.device(device).type} {processor} {torch.__version__}"
-
-
-def choose_num_threads(system: Path = Path("/sys")) -> int:
-    """Physical cores that this process may use, and no more than its cgroup's processor quota.
-
-    Threads of one core share its vector units, and threads beyond the quota are stopped while the others wait.
-    """
-    processors = os.sched_getaffinity(0)
-    siblings = (system / f"devices/system/cpu/cpu{n}/topology/thread_siblings_list" for n in processors)
-    cores = {path.read_text().strip() if path.exists() else str(path) for path in siblings}
-    quota_file = system / "fs/cgroup/cpu.max"
-    quota, _, period = quota_file.read_text().partition(" ") if quota_file.exists() else ("max", "", "")
-    limit = len(cores) if quota == "max" else int(quota) // int(period)
-    return max(1, min(len(cores), limit))

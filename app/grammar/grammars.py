@@ -14,14 +14,15 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Final
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing import TYPE_CHECKING, Final
 
 from app.dialect.formats import ToolFormat
 from app.dialect.reasoning import CLOSE, OPEN, ReasoningFormat
 from app.errors import invalid
 from app.grammar.schema import Schema
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 MAX_GRAMMAR_BYTES: Final = 262_144
 MAX_CALLS: Final = 16
@@ -29,7 +30,6 @@ MAX_CALLS: Final = 16
 Functions = Sequence[tuple[str, Schema]]
 """The names of functions, and what their arguments have to be."""
 
-_LIMITS: Final = LLParserLimits(initial_lexer_fuel=200_000, max_grammar_size=10_000, verbose_errors=False)
 _JSON_OPTIONS: Final = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
 _ANYTHING: Final = r"/(.|\n)*/"
@@ -53,21 +53,28 @@ def check_grammar(grammar: str) -> str:
 @lru_cache(maxsize=256)
 def _problem_of(grammar: str) -> str:
     # PERF: agents send the same tools with every request.
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     return messages[0] if is_error else ""
 
 
 @lru_cache(maxsize=256)
 def _dead_end_of(grammar: str) -> str:
     """Why nothing at all can follow a grammar, such as a reference to itself."""
-    matcher = LLMatcher(_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+    from llguidance import LLMatcher, LLTokenizer
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=_limits())
     matcher.compute_bitmask()
     return "nothing can follow it." if matcher.is_error() else ""
 
 
 @cache
-def _tokenizer() -> LLTokenizer:
-    return LLTokenizer("byte")
+def _limits() -> LLParserLimits:
+    # Not at the top, like the library's other names: it brings 13 MB along, and most requests have no grammar.
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=200_000, max_grammar_size=10_000, verbose_errors=False)
 
 
 def _told(problem: str) -> str:
@@ -188,6 +195,8 @@ def _grammar(rules: Sequence[str], reasoning: ReasoningFormat) -> str:
             start = [f"start: thought {_GAP} answer", f"thought[lazy]: /(.|\\n)*{_regex(CLOSE)}/"]
         case "":
             start = ["start: answer"]
+    from llguidance import LLMatcher
+
     grammar: str = LLMatcher.grammar_from_lark("\n".join([*start, *rules]))
     return grammar
 

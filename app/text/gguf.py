@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import sentencepiece
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -141,6 +140,8 @@ def _byte_level_encoder(source: GgufTokenizer, pre: _Pre) -> Callable[[str], lis
 def _sentencepiece_encoder(source: GgufTokenizer) -> Callable[[str], list[int]]:
     if source.scores is None:
         raise TokenizerError('a GGUF tokenizer of kind "llama" needs tokenizer.ggml.scores')
+    import sentencepiece  # not at the top: few models need it
+
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(_model_file(source, source.scores))

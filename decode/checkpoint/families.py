@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal
 
 from decode.checkpoint.config import ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Naming = Literal["hf", "gguf"]
 
@@ -148,5 +149,7 @@ def stored_row_order(config: ModelConfig, naming: Naming, spec: TensorSpec) -> n
         return None
     if spec.role not in ("q", "k", "q_bias", "k_bias"):
         return None
+    import numpy as np  # not at the top: whoever looks at a configuration alone does without
+
     stored = np.arange(spec.shape[0]).reshape(-1, config.head_dim // 2, 2)  # [heads, pairs, half]
     return stored.transpose(0, 2, 1).reshape(-1)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from decode.checkpoint.config import CheckpointError
 from decode.checkpoint.stored import StoredTensor
 
@@ -98,10 +96,10 @@ class _Header:
     def _array(self, depth: int) -> list[Any]:
         kind, count = self._scalar("I"), self._scalar("Q")
         if kind in _SCALARS:
-            dtype = np.dtype("<" + _SCALARS[kind])
-            self._need(count * dtype.itemsize)
-            values = np.frombuffer(self._data, dtype, count, self._at).tolist()
-            self._at += count * dtype.itemsize
+            layout = f"<{count}{_SCALARS[kind]}"
+            self._need(struct.calcsize(layout))
+            values = struct.unpack_from(layout, self._data, self._at)
+            self._at += struct.calcsize(layout)
             return list(values)
         self._need(count * 8)  # every string and every inner array takes at least that
         if kind == _STRING:

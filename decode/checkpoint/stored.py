@@ -11,11 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from decode.checkpoint.config import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 BLOCKS: Mapping[str, tuple[int, int]] = {  # type -> (values in a block, bytes of a block)
     "F32": (1, 4),
@@ -49,12 +51,16 @@ class StoredTensor:
 
     def rows(self) -> npt.NDArray[np.uint8]:
         """The stored bytes, [num_rows, bytes of a row]; a row is whole blocks along the last dimension."""
+        import numpy as np  # not at the top: whoever only opens a checkpoint does without
+
         num_rows = math.prod(self.shape[:-1])
         flat = np.memmap(self.path, np.uint8, "r", offset=self.offset, shape=(self.num_bytes,))
         return np.asarray(flat).reshape(num_rows, -1)  # PERF: slices of a plain array cost a third of a memmap's
 
     def values(self) -> npt.NDArray[np.float32]:
         """The values as float32, [*shape]; a fresh array."""
+        import numpy as np
+
         raw = self.rows()
         match self.type:
             case "F32":

@@ -150,19 +150,20 @@ class _Tokenizer:
 
         self._library = llguidance
         self.eos_token_ids = vocabulary.eos_token_ids
-        self._token_bytes = vocabulary.token_bytes
-        self.num_words = -(-len(self._token_bytes) // 32)
+        self._has_text = bytes(map(bool, vocabulary.token_bytes))
+        self.num_words = -(-len(self._has_text) // 32)
         source = _Source(vocabulary)
         wrapper = llguidance.TokenizerWrapper(source)
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(self.eos_token_ids) or None)
         source.tokenizer = self._tokenizer
+        source.tokens = []  # the library has copied them
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def __contains__(self, token_id: int) -> bool:
-        return 0 <= token_id < len(self._token_bytes)
+        return 0 <= token_id < len(self._has_text)
 
     def has_text(self, token_id: int) -> bool:
-        return bool(self._token_bytes[token_id])
+        return bool(self._has_text[token_id])
 
     def compile(self, grammar: str) -> llguidance.LLMatcher:
         return self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -15,10 +15,11 @@ from decode.engine.sampling import SamplingParams
 from decode.engine.scheduler import StepPlan
 from decode.engine.sequence import Sequence
 from decode.errors import DeviceOutOfMemory, InvalidGrammar
-from decode.factory import UnsupportedVariant, choose_num_threads, fingerprint, load_engine
+from decode.factory import UnsupportedVariant, fingerprint, load_engine
 from decode.native.build import NativeUnavailable
 from decode.native.runner import MAX_DRAFT_ROWS
 from decode.oracle.runner import TorchModelRunner
+from decode.threads import choose_num_threads
 from tests.decode.decoding import run
 from tests.decode.native.reference import cache_dir, tiny_checkpoint
 from tests.decode.tiny_models import open_tiny
