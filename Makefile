@@ -8,16 +8,16 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check setup demo bench bench-peers soak conformance clean
+.PHONY: serve test check setup setup-dev demo bench bench-peers soak conformance clean
 
 serve: setup
 	@exec $(BIN)/tokenferry serve
 
-test: setup check
+test: setup-dev check
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m pytest -q
 
-check: setup
+check: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
@@ -27,25 +27,27 @@ demo: setup
 	@exec $(BIN)/tokenferry demo
 
 # This server by itself, about ten minutes on a quiet machine: writes bench/OWN.md, bench/QUALITY.md, bench/growth.svg.
-bench: setup
+bench: setup-dev
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m bench.own
 
-bench-peers: setup
+bench-peers: setup-dev
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m bench.peers --install --runs 3
 
 # Faults of every kind at a real server for MINUTES; SEED=n repeats the schedule of another run. Writes the report.
-soak: setup
+soak: setup-dev
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) --report bench/RELIABILITY.md
 
 # Clients of other people as judges of the surface, in an environment of their own; needs node 20.
-conformance: setup
+conformance: setup-dev
 	$(BIN)/tokenferry pull smollm2-135m-instruct
 	$(BIN)/python -m tests.conformance
 
 setup: $(VENV)/installed
+
+setup-dev: $(VENV)/installed-dev
 
 $(VENV)/created:
 	@test -n "$(PYTHON)" || { echo "tokenferry needs Python 3.11 or newer; PYTHON=/path/to/python3 make ... names one" >&2; exit 1; }
@@ -59,8 +61,12 @@ $(VENV)/torch: | $(VENV)/created
 	@touch $@
 
 $(VENV)/installed: pyproject.toml | $(VENV)/torch
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -e .
 	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/torch
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) .conformance .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

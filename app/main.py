@@ -5,7 +5,6 @@ Builds the clients, the text edge and the application from the settings, and ser
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -22,6 +21,7 @@ from decode.checkpoint.names import SCRIPTED, resolve, served_name
 from tasks.observe.board import MetricsBoard
 from tasks.observe.live import LiveCell
 from tasks.process.clients import connect
+from tasks.process.memory import settle
 from tasks.process.settings import WebSettings
 from tasks.process.tracing import open_tracer
 from tasks.protocol.broker import build_broker
@@ -65,9 +65,7 @@ def run(settings: WebSettings) -> None:
     )
     # The reader's thread must not keep the event loop from running for a whole default interval of 5 ms.
     sys.setswitchinterval(0.001)
-    # What is there now stays: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
+    settle()
     logger.info("%s serves %s", reader_id, model)
     Server(application).run(sockets=[listener])
 

@@ -16,6 +16,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from tasks.process.supervisor import EXIT_FATAL
 from tasks.protocol import keys
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ LATELY_MS = 600_000
 """How long somebody who looks is told of it."""
 TTL_S = 86_400
 MAX_REASON = 500
-EXIT_CANNOT_SERVE = 78
-EXIT_FATAL = 70
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ import orjson
 FIELDS = "fields"
 """Name of an `extra` whose entries become fields in JSON (the text has them in its message)."""
 
+PROCESS_NAME = "TOKENFERRY_PROCESS"
+"""Set by `tokenferry serve`: the name of a process among its processes."""
+
 _REQUEST_ID = re.compile(r"(?:chatcmpl|cmpl|req)-[\w.-]+")
 _PAIR = re.compile(r"(?<!\S)([a-z_]+)=([^\s,;]+?)(?=[,;:]?(?:\s|$))")
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,9})?")
@@ -27,7 +30,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 def log_to_stderr(level: str, form: str, environ: Mapping[str, str]) -> None:
     """`form` is "text" or "json". A process manager has a clock of its own, so in text ours stays out under one."""
-    process = environ.get("HONCHO_PROCESS_NAME", "")
+    process = environ.get(PROCESS_NAME) or environ.get("HONCHO_PROCESS_NAME", "")
     formatter = JsonLines(process) if form == "json" else TextLines(has_clock=not process)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)

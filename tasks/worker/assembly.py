@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from uuid import uuid4
 
 from redis import Redis
 
 from decode.engine.engine import Engine
 from tasks.observe.board import MetricsBoard, MetricsWriter
 from tasks.observe.metrics import Meter
+from tasks.process.supervisor import new_name
 from tasks.process.tracing import OFF, Tracer
 from tasks.protocol.broker import build_broker
 from tasks.protocol.contract import WorkerInfo
@@ -160,15 +160,11 @@ def start_worker(
     return RunningWorker(info, gate, loop, publisher, slots, heartbeat, stopping, writer, tracer)
 
 
-def new_worker_id() -> str:
-    return f"{socket.gethostname()}-{uuid4().hex[:8]}"
-
-
 def describe_worker(engine: Engine, *, model: str, device: str, worker: str | None = None) -> WorkerInfo:
     """What a worker around `engine` says about itself. `model` is the name that clients use."""
     config = engine.config
     return WorkerInfo(
-        worker=worker or new_worker_id(),
+        worker=worker or new_name(),
         pid=os.getpid(),
         host=socket.gethostname(),
         device=device,

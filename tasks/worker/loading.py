@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from decode.checkpoint.names import SCRIPTED, ModelError, resolve, served_name
-from decode.engine.engine import Engine
 from decode.errors import DecodeError
 from tasks.process.preflight import SCRIPTED_MB, PreflightRefused, Thresholds, memory_needed_mb, read_machine, require
 from tasks.process.settings import SettingsError, WorkerSettings
+
+if TYPE_CHECKING:
+    from decode.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 

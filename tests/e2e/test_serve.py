@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import openai
@@ -33,7 +35,7 @@ BIN = Path(sys.executable).parent
 class Server:
     """A command that serves, started as from a shell."""
 
-    def __init__(self, folder: Path, command: list[str], **environ: str) -> None:
+    def __init__(self, folder: Path, command: list[str], *, stdout: int | None = None, **environ: str) -> None:
         self.folder = folder
         self.port = free_port()
         self.log = folder / "serve.log"
@@ -52,8 +54,24 @@ class Server:
         }
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
-                command, env=self.environ, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=self.environ,
+                cwd=ROOT,
+                stdout=log if stdout is None else stdout,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+
+    def descendants(self) -> dict[int, str]:
+        """Process id -> command line, of what the command has started."""
+        parents: dict[int, int] = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        found = [self.popen.pid]
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() for pid in found[1:]}
 
     @property
     def output(self) -> str:
@@ -123,8 +141,8 @@ def start() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
 
-        def begin(*command: str, **environ: str) -> Server:
-            servers.append(Server(Path(folder), list(command), **environ))
+        def begin(*command: str, **options: Any) -> Server:
+            servers.append(Server(Path(folder), list(command), **options))
             return servers[-1]
 
         yield begin
@@ -147,6 +165,47 @@ def test_serve_runs_two_workers_says_where_and_ends_cleanly(start: Callable[...,
     server_gone_by = time.monotonic() + 3
     while not server.is_gone():
         assert time.monotonic() < server_gone_by, "a process is left over"
+        time.sleep(0.05)
+
+
+KINDS = {"redis": "valkey-server", "web": "cli web", "worker": "tasks.worker --engine", "bridge": "cli bridge"}
+
+
+def test_serve_is_one_process_for_each_kind_and_starts_again_what_is_killed(start: Callable[..., Server]) -> None:
+    server = start("tokenferry", "serve", WORKERS="1")
+
+    def at_work() -> dict[str, int]:
+        found = {kind: pid for pid, line in server.descendants().items() for kind in KINDS if KINDS[kind] in line}
+        serves = set(found) == set(KINDS) and is_ready("127.0.0.1", server.port) and server.num_workers() == 1
+        return found if serves else {}
+
+    server.wait_until(at_work, "it serves")
+    assert len(server.descendants()) == len(KINDS)
+    for kind in KINDS:
+        victim = at_work()[kind]
+        os.kill(victim, signal.SIGKILL)
+        server.wait_until(
+            lambda kind=kind, victim=victim: at_work().get(kind, victim) != victim, f"{kind} is back", 20
+        )  # type: ignore[misc]
+    assert "worker.1 | INFO" in server.output
+    assert server.stop(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
+def test_serve_ends_with_all_its_processes_though_nobody_reads_its_output(
+    start: Callable[..., Server], number: int
+) -> None:
+    read, write = os.pipe()
+    server = start("tokenferry", "serve", stdout=write)
+    os.close(write)
+    server.wait_until(lambda: is_ready("127.0.0.1", server.port), "it serves")
+    os.close(read)
+    with suppress(urllib.error.HTTPError):
+        urlopen(f"http://127.0.0.1:{server.port}/nothing", timeout=5).close()  # something to say
+    started_s = time.monotonic()
+    server.stop(number)
+    while not server.is_gone():
+        assert time.monotonic() - started_s < 5, "a process is left over"
         time.sleep(0.05)
 
 

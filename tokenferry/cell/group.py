@@ -1,7 +1,7 @@
 """A whole cell as child processes over one folder: Valkey, web, bridge and workers, each with a log in the folder.
 
 Owns starting them, asking whether they are there, and always ending them. Refuses to know who watches: the demo, the
-end-to-end tests and the fault driver do. People's servers are run by honcho (`tokenferry.commands.serve`) instead.
+end-to-end tests and the fault driver do. People's servers are run by `tokenferry.cell.served` instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from types import TracebackType
 from redis import Redis
 
 from tasks.process.clients import connect
+from tasks.process.supervisor import end_with_parent
 from tasks.protocol.contract import WorkerInfo
 from tasks.protocol.record import RequestRecords
 from tokenferry.cell.plan import is_ready
-from tokenferry.cell.valkey import Valkey, stop_with_parent
+from tokenferry.cell.valkey import Valkey
 from tokenferry.errors import ForPeople
 
 HOST = "127.0.0.1"
@@ -45,7 +46,7 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=stop_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def signal_group(self, number: int) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from decode.checkpoint.checkpoint import open_checkpoint
 from decode.checkpoint.names import SCRIPTED, ModelDamaged, ModelMissing, resolve, served_name
-from decode.factory import choose_num_threads
+from decode.threads import choose_num_threads
 from tasks.process.preflight import SCRIPTED_MB, Thresholds, examine, memory_needed_mb, read_machine, require
 from tasks.process.settings import BridgeSettings, SettingsError, WebSettings, WorkerSettings
 from tokenferry.errors import ForPeople

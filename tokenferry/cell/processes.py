@@ -1,8 +1,8 @@
 """The lines of the Procfile: what each process does with its environment before its composition root takes over.
 
-Owns what a process manager gets wrong for us (the port numbers that honcho hands out, and that it ends everything
-when one process dies).
-Refuses to know what the processes do: `app.main`, `tasks.worker`, `bridge.main` and `tokenferry.cell.valkey` do.
+Owns what a process manager gets wrong for us: the port numbers that honcho hands out, and that it ends everything
+when one process dies. What the processes do is in `app.main`, `tasks.worker`, `bridge.main` and
+`tokenferry.cell.valkey`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 from decode.checkpoint.names import ModelError
 from decode.errors import DecodeError
-from tasks.process.clients import connect
-from tasks.process.crashes import report_death
 from tasks.process.logs import log_to_stderr
 from tasks.process.settings import BridgeSettings, Settings, SettingsError, WebSettings, WorkerSettings
-from tasks.process.supervisor import EXIT_CANNOT_SERVE, Supervisor
-from tokenferry.cell.valkey import keep_running, stop_with_parent
+from tasks.process.supervisor import EXIT_CANNOT_SERVE, Child, Supervisor, end_with, run_until_signal
+from tokenferry.cell.valkey import keep_running
 from tokenferry.errors import ForPeople
 
 log = logging.getLogger(__name__)
@@ -32,21 +32,18 @@ HONCHO_PORT = 5000
 DEFAULT_PORT = 8080
 CHILD_OF = "TOKENFERRY_CHILD_OF"
 """Set for a supervised process: the process id of its supervisor."""
-BASE_PORT = "TOKENFERRY_BASE_PORT"
-"""Set by `tokenferry serve`, which knows what the person asked for, whatever a process manager makes of PORT."""
 
 
 def web() -> int:
     """Raises SettingsError."""
     settings = WebSettings.from_env(web_environ(os.environ))
-    log_to_stderr(settings.log_level, settings.log_format, os.environ)
 
     def run() -> None:
         from app.main import run
 
         run(settings)
 
-    return supervised("web", run)
+    return supervised("web", settings, run)
 
 
 def worker() -> int:
@@ -60,14 +57,13 @@ def worker() -> int:
 def bridge() -> int:
     """Raises SettingsError."""
     settings = BridgeSettings.from_env(os.environ)
-    log_to_stderr(settings.log_level, settings.log_format, os.environ)
 
     def run() -> None:
         from bridge.main import run
 
         run(settings)
 
-    return supervised("bridge", run)
+    return supervised("bridge", settings, run)
 
 
 def redis() -> int:
@@ -77,35 +73,48 @@ def redis() -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.set())
-    if os.environ.get("REDIS_URL", "").strip():
-        log.info("REDIS_URL is set: the embedded Valkey is not needed")
-        stop.wait()
-        return 0
-    keep_running(settings.data_dir, stop, log.info)
+    run_redis(settings.data_dir, os.environ, stop)
     return 0
 
 
-def supervised(command: str, run: Callable[[], None]) -> int:
+def run_redis(data_dir: Path, environ: Mapping[str, str], stop: threading.Event) -> None:
+    """Until `stop`. Raises ValkeyError."""
+    if environ.get("REDIS_URL", "").strip():
+        log.info("REDIS_URL is set: the embedded Valkey is not needed")
+        stop.wait()
+    else:
+        keep_running(data_dir, stop, log.info)
+
+
+def supervised(command: str, settings: Settings, run: Callable[[], None]) -> int:
     """Keep a child alive that runs the same command, or, in that child, `run`. Returns the exit status.
 
     honcho ends everything as soon as one of its processes ends; so the processes that it sees only supervise, and a
     crash or a `kill -9` of one that works is over in a second.
     """
-    if os.environ.get(CHILD_OF) == str(os.getppid()):
+    log_to_stderr(settings.log_level, settings.log_format, os.environ)
+    if (parent := os.environ.get(CHILD_OF, "")) == str(os.getppid()):
+        end_with(int(parent))
         return _work(run)
+    environ = {**os.environ, CHILD_OF: str(os.getpid())}
+    return run_until_signal(supervisor_of(command, settings.redis_url, partial(subprocess.Popen, env=environ)))
 
-    def spawn(name: str) -> subprocess.Popen[bytes]:
-        environ = {**os.environ, CHILD_OF: str(os.getpid())}
-        child = [sys.executable, "-m", "tokenferry.cli", command]
-        return subprocess.Popen(child, env=environ, preexec_fn=stop_with_parent)
 
-    redis = connect(Settings.from_env(os.environ).redis_url, use="short", max_connections=1)
-    supervisor = Supervisor(
-        spawn, lambda name: None, new_id=lambda: command, report=lambda status: report_death(redis, command, status)
+def supervisor_of(command: str, redis_url: str, spawn: Callable[[list[str]], Child]) -> Supervisor:
+    """Keeps `command` running. `spawn` starts it, with `CHILD_OF` in its environment."""
+
+    def report(status: int) -> None:
+        from tasks.process.clients import connect
+        from tasks.process.crashes import report_death
+
+        with connect(redis_url, use="short") as redis:
+            report_death(redis, command, status)
+
+    return Supervisor(
+        lambda name: spawn([sys.executable, "-m", "tokenferry.cli", command]),
+        new_id=lambda: command,
+        report=report,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: supervisor.stop())
-    return supervisor.run()
 
 
 def _work(run: Callable[[], None]) -> int:
@@ -128,8 +137,6 @@ def web_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
     if not name or not ordinal.isdigit():
         return environ
     number = int(ordinal) - 1
-    if (base := environ.get(BASE_PORT, "")).isdigit():
-        return {**environ, "PORT": str(int(base) + number)}
     if environ.get("PORT") == str(HONCHO_PORT + number):
         return {**environ, "PORT": str(DEFAULT_PORT + number)}
     return environ

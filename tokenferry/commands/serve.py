@@ -1,34 +1,28 @@
 """`tokenferry serve`: everything on this machine, from a name to a line that can be pasted.
 
-Owns the order at start (settings, model, preflight, port, processes, readiness) and the end of the group. Refuses to
-know how a process is run: honcho does, with the Procfile that `honcho start` uses too.
+Owns the order at start: settings, model, preflight, port, processes, readiness. How the processes are kept running
+and ended is in `tokenferry.cell.served`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
 
 from decode.native.build import COMPILERS
+from tasks.process.logs import PROCESS_NAME, log_to_stderr
 from tokenferry.cell.plan import Plan, is_ready, make_plan, require_free_port
-from tokenferry.cell.processes import BASE_PORT
-from tokenferry.cell.valkey import stop_with_parent
-
-PROCFILE = Path(__file__).parent.parent / "Procfile"
-STOP_S = 8.0
-"""How long the group may take to end; honcho itself kills what is left after 5 s."""
+from tokenferry.cell.served import Served
 
 
 def serve(environ: Mapping[str, str], *, num_web: int = 1) -> int:
@@ -38,62 +32,30 @@ def serve(environ: Mapping[str, str], *, num_web: int = 1) -> int:
     for number in range(num_web):
         require_free_port(plan.web.host, plan.web.port + number)
     print_plan(plan, console)
-    honcho = _start_honcho(plan, environ, num_web)
+    log_to_stderr(plan.web.log_level, plan.web.log_format, {PROCESS_NAME: "serve"})
+    served = Served(plan, environ, num_web, sys.stdout)
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if not stopping.is_set():
-            stopping.set()
-            honcho.terminate()
+        stopping.set()
+        served.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    threading.Thread(target=_announce, args=(plan, honcho, stopping, console), daemon=True).start()
-    status = _wait_for_end(honcho, stopping)
-    return 0 if stopping.is_set() else status
+    threading.Thread(target=_announce, args=(plan, stopping, console), daemon=True).start()
+    status = served.run()
+    stopping.set()
+    return status
 
 
-def _start_honcho(plan: Plan, environ: Mapping[str, str], num_web: int) -> subprocess.Popen[bytes]:
-    """honcho with our Procfile, in a session of its own: a Ctrl-C reaches us alone, and we stop it once."""
-    formation = f"web={num_web},worker={plan.num_workers}"
-    command = [sys.executable, "-m", "honcho", "-f", PROCFILE.name, "-d", str(PROCFILE.parent), "start"]
-    command += ["-c", formation, "-p", str(plan.web.port)]
-    if plan.web.log_format == "json":
-        command.append("--no-prefix")  # the lines say themselves which process they are of
-    return subprocess.Popen(
-        command,
-        env={
-            **environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}",
-            BASE_PORT: str(plan.web.port),
-            "NUM_THREADS": str(plan.num_threads),
-            "PYTHONUNBUFFERED": "1",
-        },
-        start_new_session=True,
-        preexec_fn=stop_with_parent,
-    )
-
-
-def _wait_for_end(honcho: subprocess.Popen[bytes], stopping: threading.Event) -> int:
-    """The exit status of the group; what does not end in time is killed."""
-    asked_at_s = 0.0
-    while True:
-        try:
-            return honcho.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            if stopping.is_set():
-                asked_at_s = asked_at_s or time.monotonic()
-                if time.monotonic() - asked_at_s > STOP_S:
-                    honcho.kill()
-
-
-def _announce(plan: Plan, honcho: subprocess.Popen[bytes], stopping: threading.Event, console: Console) -> None:
+def _announce(plan: Plan, stopping: threading.Event, console: Console) -> None:
     """Say where it serves, as soon as it does."""
     started_s = time.monotonic()
     while not is_ready(plan.web.host, plan.web.port):
-        if stopping.wait(0.2) or honcho.poll() is not None:
+        if stopping.wait(0.2):
             return
-    print_ready(plan.origin, plan.model, time.monotonic() - started_s, console)
+    with contextlib.suppress(OSError):  # nobody reads any more
+        print_ready(plan.origin, plan.model, time.monotonic() - started_s, console)
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -21,8 +21,6 @@ from tokenferry.cell.processes import web_environ
         ({"PORT": "9000", "HONCHO_PROCESS_NAME": "web.1"}, "9000"),  # `PORT=9000 honcho start`
         ({"PORT": "9001", "HONCHO_PROCESS_NAME": "web.2"}, "9001"),
         ({"PORT": "5000"}, "5000"),  # no honcho: said by a person
-        ({"PORT": "5000", "HONCHO_PROCESS_NAME": "web.1", "TOKENFERRY_BASE_PORT": "5000"}, "5000"),
-        ({"PORT": "5000", "HONCHO_PROCESS_NAME": "web.2", "TOKENFERRY_BASE_PORT": "7000"}, "7001"),
         ({}, None),
     ],
 )
