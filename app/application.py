@@ -176,7 +176,7 @@ def create_app(
         ),
         records=records,
         history=reader.history,
-        source=reader,
+        reader=reader,
         answers=answers,
         closer=closer,
         pool=pool,

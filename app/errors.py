@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from app.dialect.conversation import PromptError, PromptTooLong
-from bridge.streams.subscription import StreamLost
+from bridge.streams.events import StreamLost
 from tasks.protocol.contract import TerminalEvent
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,13 @@ def test_the_http_edge_takes_little_of_decode() -> None:
         module for module in taken if any(module == ok or module.startswith(f"{ok}.") for ok in APP_MAY_USE_OF_DECODE)
     }
     assert taken == known
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """What is imported for types alone counts, too: who reads one file of a circle has to read them all."""
+    trees = {name[:-3].replace("/", "."): tree for name, tree in modules(*ROOMS)}
+    graph = {name: (imported(tree) & trees.keys()) - {name} for name, tree in trees.items()}
+    TopologicalSorter(graph).prepare()
 
 
 def test_no_folder_is_crowded() -> None:

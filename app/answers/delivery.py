@@ -42,11 +42,13 @@ from app.render.completion import CompletionShape
 from app.render.logprobs import TokenNames
 from app.render.spec import AnswerSpec
 from app.text.edge import TextEdge
-from bridge.streams.choices import ChoiceStreams, Source, open_streams
+from bridge.streams.choices import ChoiceStreams, open_streams
 from bridge.streams.collect import EndedEarly, collect
+from bridge.streams.events import StreamLost
 from bridge.streams.history import History
+from bridge.streams.reader import Reader
 from bridge.streams.relay import ClientGone, Relay
-from bridge.streams.subscription import StreamLost, Waiting
+from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import TerminalEvent
 from tasks.protocol.record import Idempotency, RecordState
 
@@ -81,7 +83,7 @@ class Answering:
         admission: Admission,
         records: States,
         history: History,
-        source: Source,
+        reader: Reader,
         answers: OpenAnswers,
         closer: Closer,
         pool: Executor,
@@ -92,7 +94,7 @@ class Answering:
         self._admission = admission
         self._records = records
         self._history = history
-        self._source = source
+        self._reader = reader
         self._answers = answers
         self._closer = closer
         self._pool = pool
@@ -150,7 +152,7 @@ class Answering:
         connection.at_end(reading.end)
         if attach:
             await self._attach(spec, reading)
-        streams = open_streams(self._source, spec.choice_ids, Waiting(asyncio.get_running_loop()))
+        streams = open_streams(self._reader, spec.choice_ids, Waiting(asyncio.get_running_loop()))
         exchange: Exchange = req.scope[EXCHANGE]
         exchange.model = spec.model
         exchange.num_prompt_tokens = spec.num_prompt_tokens
@@ -223,7 +225,7 @@ class Answering:
 
     def _mind(self, spec: AnswerSpec) -> None:
         """Looks for the stop strings of an answer that nobody has to read: without that its worker would go on."""
-        streams = open_streams(self._source, spec.choice_ids, Waiting(asyncio.get_running_loop()))
+        streams = open_streams(self._reader, spec.choice_ids, Waiting(asyncio.get_running_loop()))
         choices = [WholeChoice(text) for text in self.choice_texts(spec)]
         minder = asyncio.ensure_future(collect(streams, choices, Minding(self._closer, spec.choice_ids, spec.model)))
         self._minders.add(minder)

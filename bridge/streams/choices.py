@@ -6,18 +6,10 @@ Owns the fan-in: one wait over as many subscriptions as the answer has choices. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from bridge.streams.reader import Reader
 from bridge.streams.subscription import Subscription, Waiting
 from tasks.protocol.contract import StreamEvent
-
-
-class Source(Protocol):
-    """`bridge.streams.reader.Reader`, as far as it is used here."""
-
-    def subscribe(
-        self, request_id: str, after_index: int = -1, waiting: Waiting | None = None, num_sharing: int = 1
-    ) -> Subscription: ...
 
 
 class ChoiceStreams:
@@ -61,7 +53,7 @@ class ChoiceStreams:
             one.close()
 
 
-def open_streams(source: Source, request_ids: Sequence[str], waiting: Waiting) -> ChoiceStreams:
+def open_streams(reader: Reader, request_ids: Sequence[str], waiting: Waiting) -> ChoiceStreams:
     """From the first token of each. Together they hold no more than the stream of one."""
     share = len(request_ids)
-    return ChoiceStreams([source.subscribe(request_id, -1, waiting, share) for request_id in request_ids], waiting)
+    return ChoiceStreams([reader.subscribe(request_id, -1, waiting, share) for request_id in request_ids], waiting)

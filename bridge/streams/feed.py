@@ -5,16 +5,14 @@ Owns how subscribers are put into as few reads as possible. Refuses to read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+from tasks.protocol import keys
 from tasks.protocol.contract import StreamEvent
 
-if TYPE_CHECKING:
-    from bridge.streams.subscription import Subscription
 
-
-class Source(NamedTuple):
+class LogPlace(NamedTuple):
     """Where the tokens of an attempt are before they are in the request's own stream."""
 
     attempt: int
@@ -24,20 +22,37 @@ class Source(NamedTuple):
 
 
 class Feed:
-    """One subscriber's place in one request. A rewound subscriber gets a new feed, so that late batches of the old
+    """One subscriber's place in one request. A rewound subscriber gets a new feed, so that late arrivals of the old
     one are recognised and dropped."""
 
-    __slots__ = ("ahead", "ahead_index", "is_live", "key", "next_index", "position", "source", "subscription")
+    __slots__ = (
+        *("ahead", "ahead_index", "before", "deliver", "fail", "is_live", "key", "last_place", "next_index", "place"),
+        *("position", "request_id"),
+    )
 
-    def __init__(self, key: bytes, position: bytes, subscription: Subscription) -> None:
-        self.key = key
+    def __init__(
+        self,
+        request_id: str,
+        position: bytes,
+        next_index: int,
+        deliver: Callable[[Feed, list[StreamEvent], bytes], None],
+        fail: Callable[[Exception], None],
+        before: Feed | None = None,
+    ) -> None:
+        """`deliver` and `fail` are called on the event loop. `before` is the feed whose place this one takes."""
+        self.request_id = request_id
+        self.key = keys.out(request_id).encode()
         self.position = position
         """In the request's own stream."""
-        self.subscription = subscription
-        self.next_index = subscription.next_index
+        self.next_index = next_index
         """Of the next token to be handed over."""
-        self.source: Source | None = None
+        self.deliver = deliver
+        self.fail = fail
+        self.before = before
+        self.place: LogPlace | None = None
         """What it follows (`bridge.streams.following`)."""
+        self.last_place: LogPlace | None = None
+        """What a feed that takes this one's place follows from its beginning."""
         self.is_live = False
         """The log has its next token; else it is catching up, and its own stream is read."""
         self.ahead: list[int] = []
@@ -46,7 +61,7 @@ class Feed:
         """Of the first of them."""
 
 
-Batch = list[tuple[Feed, list[StreamEvent], bytes]]
+Arrivals = list[tuple[Feed, list[StreamEvent], bytes]]
 """What one read brought: for each feed its events, and the id of the last entry of its own stream."""
 
 
@@ -62,7 +77,7 @@ def layers_of(feeds: Iterable[Feed]) -> list[dict[bytes, Feed]]:
     return layers
 
 
-def deliver(batch: Batch) -> None:
+def deliver(arrivals: Arrivals) -> None:
     """Called on the event loop."""
-    for feed, events, position in batch:
-        feed.subscription.accept(feed, events, position)
+    for feed, events, position in arrivals:
+        feed.deliver(feed, events, position)

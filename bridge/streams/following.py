@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from bridge.streams.feed import Batch, Feed, Source, layers_of
+from bridge.streams.feed import Arrivals, Feed, LogPlace, layers_of
 from bridge.streams.xread import Entries
 from tasks.protocol import keys
 from tasks.protocol.contract import ContractError, StreamEvent, TokenEvent, decode_entry, unpack_source, unpack_step
@@ -63,8 +63,9 @@ class Following:
     def add(self, feed: Feed) -> None:
         self.feeds[feed] = None
         self._is_arranged = False
-        if (source := feed.subscription.source) is not None:
-            self._follow(feed, source)
+        before, feed.before = feed.before, None
+        if before is not None and before.last_place is not None:
+            self._follow(feed, before.last_place)
 
     def remove(self, feed: Feed) -> None:
         """Idempotent."""
@@ -86,7 +87,7 @@ class Following:
             by_name = _by_name(fields)
             event = decode_entry(entry, by_name)
             if isinstance(event, TokenEvent):
-                self._note_source(feed, event.attempt, by_name.get(b"s"))
+                self._note_place(feed, event.attempt, by_name.get(b"s"))
                 next_index = event.index + len(event.token_ids)
                 if next_index <= feed.next_index:
                     continue
@@ -99,7 +100,7 @@ class Following:
             events += self._close_up(feed)
         return events
 
-    def take_log(self, key: bytes, entries: Entries) -> Batch:
+    def take_log(self, key: bytes, entries: Entries) -> Arrivals:
         """What entries of a worker's log give to those that follow it."""
         log = self._logs.get(key)
         if log is None:
@@ -126,26 +127,26 @@ class Following:
         except ContractError as error:
             logger.error("%s unreadable entry, given up: %s", key.decode(), error)
             is_readable = False
-        batch: Batch = []
+        arrivals: Arrivals = []
         for feed, token_ids in fresh.items():
-            batch.append((feed, [_token_event(feed, token_ids)], feed.position))
+            arrivals.append((feed, [_token_event(feed, token_ids)], feed.position))
         if not is_readable:
             for feed in [feed for feeds in followers.values() for feed in feeds]:
                 self._forget(feed)
-        return batch
+        return arrivals
 
-    def _note_source(self, feed: Feed, attempt: int, packed: bytes | None) -> None:
+    def _note_place(self, feed: Feed, attempt: int, packed: bytes | None) -> None:
         """An entry of `attempt` was read, with or without the place of the tokens after it."""
-        known_attempt = 0 if feed.source is None else feed.source.attempt
+        known_attempt = 0 if feed.place is None else feed.place.attempt
         if packed is None:
             if known_attempt and attempt > known_attempt:
                 self._forget(feed)
         elif attempt >= known_attempt:
             worker, slot = unpack_source(packed)
-            source = Source(attempt, keys.steps(worker).encode(), slot)
-            if source != feed.source:
+            place = LogPlace(attempt, keys.steps(worker).encode(), slot)
+            if place != feed.place:
                 self._leave(feed)
-                self._follow(feed, source)
+                self._follow(feed, place)
 
     def _keep(self, feed: Feed, index: int, token_id: int) -> None:
         """A token that is not the next."""
@@ -170,34 +171,34 @@ class Following:
             feed.is_live = is_live
             self._is_arranged = False
 
-    def _follow(self, feed: Feed, source: Source) -> None:
-        feed.source = feed.subscription.source = source
-        self._logs.setdefault(source.log, _Log()).followers.setdefault(source.slot, []).append(feed)
+    def _follow(self, feed: Feed, place: LogPlace) -> None:
+        feed.place = feed.last_place = place
+        self._logs.setdefault(place.log, _Log()).followers.setdefault(place.slot, []).append(feed)
 
     def _leave(self, feed: Feed) -> None:
         """Until it follows something again it is catching up. A log that nobody follows is not read any more."""
         self._set_live(feed, False)
         feed.ahead = []
-        if (source := feed.source) is None:
+        if (place := feed.place) is None:
             return
-        feed.source = None
-        followers = self._logs[source.log].followers
-        followers[source.slot].remove(feed)
-        if not followers[source.slot]:
-            del followers[source.slot]
+        feed.place = None
+        followers = self._logs[place.log].followers
+        followers[place.slot].remove(feed)
+        if not followers[place.slot]:
+            del followers[place.slot]
         if not followers:
-            del self._logs[source.log]
+            del self._logs[place.log]
 
     def _forget(self, feed: Feed) -> None:
         """As `_leave`, and a feed that takes its place does not follow that either."""
         self._leave(feed)
-        feed.subscription.source = None
+        feed.last_place = None
 
 
 def _token_event(feed: Feed, token_ids: list[int]) -> TokenEvent:
     """The last tokens that were handed over to `feed`."""
-    assert feed.source is not None
-    return TokenEvent(feed.next_index - len(token_ids), feed.source.attempt, tuple(token_ids))
+    assert feed.place is not None
+    return TokenEvent(feed.next_index - len(token_ids), feed.place.attempt, tuple(token_ids))
 
 
 def _by_name(fields: list[bytes]) -> dict[bytes, bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from redis import Redis
 
-from bridge.streams.subscription import StreamLost, from_index
+from bridge.streams.events import StreamLost, from_index
 from tasks.protocol import keys
 from tasks.protocol.contract import ContractError, StreamEvent, TerminalEvent, decode_entry
 

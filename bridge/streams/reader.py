@@ -19,23 +19,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from redis.exceptions import RedisError
 
-from bridge.streams.feed import Batch, Feed, deliver, layers_of
+from bridge.streams.events import StreamLost
+from bridge.streams.feed import Arrivals, Feed, deliver, layers_of
 from bridge.streams.following import Following
 from bridge.streams.history import History
-from bridge.streams.subscription import StreamLost, Subscription, Waiting
+from bridge.streams.subscription import Subscription, Waiting
 from bridge.streams.waker import Waker
 from bridge.streams.xread import Entries, Xread
 from tasks.observe.metrics import RECONNECTS, REREADS, Meter
 from tasks.protocol import keys
 from tasks.protocol.contract import ContractError
-from tasks.protocol.record import READER_LEASE_MS
+from tasks.protocol.record import READER_LEASE_MS, RequestRecords
 
 logger = logging.getLogger(__name__)
-
 
 MAX_BLOCK_S = 0.5
 """For the blocking client: a reply that never comes must be given up well before the lease is over."""
@@ -44,28 +44,19 @@ MAX_ENTRIES = 64
 """Of one stream in one read: with the window it bounds what a subscriber can have in memory."""
 
 
-class ReaderLease(Protocol):
-    """What tells the watchdog that this process still reads (`tasks.protocol.record.RequestRecords`)."""
-
-    def reader_heartbeat(self, reader: str, lease_ms: int) -> bool: ...
-    def attach(self, request_ids: Sequence[str], reader: str) -> object: ...
-    def reader_leave(self, reader: str) -> object: ...
-
-
 class Reader:
     def __init__(
         self,
         redis_blocking: Any,
         redis_short: Any,
         reader_id: str,
-        lease: ReaderLease,
+        lease: RequestRecords,
         *,
         window: int = 512,
         block_ms: int | None = int(MAX_BLOCK_S * 1000),
         lease_ms: int = READER_LEASE_MS,
         heartbeat_s: float = HEARTBEAT_S,
         outage_limit_s: float = 10.0,
-        pace_s: float = 0.001,
     ) -> None:
         self.reader_id = reader_id
         self.meter = Meter(reader_id)
@@ -83,11 +74,10 @@ class Reader:
         self._lease_ms = lease_ms
         self._heartbeat_s = heartbeat_s
         self._outage_limit_s = outage_limit_s
-        self._pace_s = pace_s
         self._waker = Waker(redis_short, reader_id)
         self._control = self._waker.control
         self._control_position = b"0-0"
-        self._batch: Batch = []
+        self._batch: Arrivals = []
         """Read and not handed over yet."""
         # The loop appends, the thread takes: True adds the feed, False removes it.
         self._changes: deque[tuple[bool, Feed]] = deque()
@@ -111,8 +101,11 @@ class Reader:
         """Events of `request_id` with token index > `after_index`, from any position, as often as wanted."""
         return Subscription(self, request_id, after_index, waiting, num_sharing)
 
-    def add(self, subscription: Subscription, position: bytes) -> Feed:
-        feed = Feed(keys.out(subscription.request_id).encode(), position, subscription)
+    def add(self, subscription: Subscription, position: bytes, before: Feed | None) -> Feed:
+        """`before` is the feed that the subscription had until now."""
+        feed = Feed(
+            subscription.request_id, position, subscription.next_index, subscription.accept, subscription.fail, before
+        )
         self._changes.append((True, feed))
         self._wake()
         return feed
@@ -224,21 +217,10 @@ class Reader:
             self._read(layers_of(self._following.feeds), block=False)
             return
         layers = self._following.layers
-        has_logged = self._read(layers, block=not (is_changed and len(layers) > 1))
-        num_read = sum(map(len, layers))
-        if self._block_ms is not None and not has_logged and 0 < len(self._batch) < num_read / 2:
-            # PERF: without a log a step of the engine appends to all its streams one after the other, and the read
-            # returns at the first of them; after the pause the rest is there too, and is handed over at once.
-            time.sleep(self._pace_s)
-            self._following.arrange()
-            self._read(self._following.layers, block=False)
+        self._read(layers, block=not (is_changed and len(layers) > 1))
 
-    def _read(self, layers: Sequence[dict[bytes, Feed]], block: bool) -> bool:
-        """True if a log has brought something.
-
-        Of one reply, first what has ended, then what the requests' own streams have, then the logs: as listed.
-        """
-        has_logged = False
+    def _read(self, layers: Sequence[dict[bytes, Feed]], block: bool) -> None:
+        """Of one reply, first what has ended, then what the requests' own streams have, then the logs: as listed."""
         for number, layer in enumerate(layers):
             positions = {key: feed.position for key, feed in layer.items()}
             if number == 0:
@@ -251,8 +233,6 @@ class Reader:
                     self._take_out(feed, entries)
                 else:
                     self._batch += self._following.take_log(key, entries)
-                    has_logged = True
-        return has_logged
 
     def _take_control(self, entries: Entries) -> None:
         self._control_position = entries[-1][0]
@@ -264,7 +244,7 @@ class Reader:
         try:
             events = self._following.take_out(feed, entries)
         except ContractError as error:
-            logger.error("%s unreadable entry: %s", feed.subscription.request_id, error)
+            logger.error("%s unreadable entry: %s", feed.request_id, error)
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))
             return
         if events:
@@ -274,7 +254,7 @@ class Reader:
         feeds = self._following.feeds
         if not self._lease.reader_heartbeat(self.reader_id, self._lease_ms) and feeds:
             # The lease was over: what was only waiting for a reader must know that it still has one.
-            self._lease.attach([feed.subscription.request_id for feed in feeds], self.reader_id)
+            self._lease.attach([feed.request_id for feed in feeds], self.reader_id)
         self._fail_vanished()
 
     def _fail_vanished(self) -> None:
@@ -282,7 +262,7 @@ class Reader:
         feeds = list(self._following.feeds)
         if not feeds:
             return
-        names = [keys.request(feed.subscription.request_id) for feed in feeds]
+        names = [keys.request(feed.request_id) for feed in feeds]
         if self._short.exists(*names) == len(names):
             return
         pipeline = self._short.pipeline(transaction=False)
@@ -306,7 +286,7 @@ class Reader:
     def _fail(self, feeds: Iterable[Feed], error: StreamLost) -> None:
         for feed in feeds:
             self._following.remove(feed)
-            self.loop.call_soon_threadsafe(feed.subscription.fail, error)
+            self.loop.call_soon_threadsafe(feed.fail, error)
 
     def _wake(self) -> None:
         if self._wake_pending or self._block_ms is None:

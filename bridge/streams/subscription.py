@@ -11,21 +11,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from tasks.protocol.contract import StreamEvent, TerminalEvent, TokenEvent
-
-if TYPE_CHECKING:
-    from bridge.streams.feed import Feed, Source
-    from bridge.streams.reader import Reader
+from bridge.streams.events import StreamLost, from_index
+from tasks.protocol.contract import StreamEvent, TerminalEvent
 
 logger = logging.getLogger(__name__)
 
 START = b"0-0"
 
 
-class StreamLost(Exception):
-    """The rest of a stream cannot be read; the message says why. The caller must tell its client."""
+class Reading(Protocol):
+    """`bridge.streams.reader.Reader`, which imports this file. Its feeds are tokens that are given back."""
+
+    window: int
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    def add(self, subscription: Subscription, position: bytes, before: Any) -> Any: ...
+    def remove(self, feed: Any) -> None: ...
+    def reread(self) -> None: ...
 
 
 class Waiting:
@@ -84,13 +89,11 @@ class Subscription:
     """Use: `next` until it has given the TerminalEvent, then or earlier `close`."""
 
     def __init__(
-        self, reader: Reader, request_id: str, after_index: int, waiting: Waiting | None = None, num_sharing: int = 1
+        self, reader: Reading, request_id: str, after_index: int, waiting: Waiting | None = None, num_sharing: int = 1
     ) -> None:
         """`waiting`, and the reader's window, are shared by `num_sharing` subscriptions of the same task."""
         self.request_id = request_id
         self.next_index = after_index + 1
-        self.source: Source | None = None
-        """Of the reader's thread: what the next feed of this subscription follows from its beginning."""
         self._reader = reader
         self._window = max(1, reader.window // num_sharing)
         self._waiting = Waiting(reader.loop) if waiting is None else waiting
@@ -103,7 +106,8 @@ class Subscription:
         self.direct: Callable[[list[StreamEvent]], bool] | None = None
         """Offered each batch while somebody waits in `next`; True: it took the batch, and the wait goes on."""
         # None while this subscriber lags (its window is full) and after the end.
-        self._feed: Feed | None = reader.add(self, START)
+        self._feed: Any = reader.add(self, START, None)
+        self._last_feed = self._feed
         self._has_ended = False
         self._gap_at: int | None = None
 
@@ -133,7 +137,7 @@ class Subscription:
         self._num_tokens = 0
         if self.is_lagging:
             self._reader.reread()
-            self._feed = self._reader.add(self, self._position)
+            self._follow(self._position)
         return events
 
     def fail(self, error: Exception) -> None:
@@ -149,7 +153,7 @@ class Subscription:
         self._detach()
         self._waiting.close()
 
-    def accept(self, feed: Feed, events: list[StreamEvent], position: bytes) -> None:
+    def accept(self, feed: Any, events: list[StreamEvent], position: bytes) -> None:
         """Called by the reader, on the event loop. A batch of a feed that was replaced is dropped."""
         if feed is not self._feed:
             return
@@ -200,17 +204,12 @@ class Subscription:
         self._gap_at = self.next_index
         self._detach()
         self._reader.reread()
-        self._feed = self._reader.add(self, START)
+        self._follow(START)
+
+    def _follow(self, position: bytes) -> None:
+        self._feed = self._last_feed = self._reader.add(self, position, self._last_feed)
 
     def _detach(self) -> None:
         if self._feed is not None:
             self._reader.remove(self._feed)
             self._feed = None
-
-
-def from_index(event: TokenEvent, index: int) -> TokenEvent | None:
-    """Its tokens from `index` on, which is not before its first; None if it has none."""
-    num_known = index - event.index
-    if num_known >= len(event.token_ids):
-        return None
-    return TokenEvent(index, event.attempt, event.token_ids[num_known:], event.logprobs[num_known:])

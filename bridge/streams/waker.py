@@ -15,10 +15,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import hiredis
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from bridge.streams.xread import pack
 from tasks.protocol import keys
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class Waker:
         """`client` lends one connection, for good."""
         self.control = keys.control(reader_id).encode()
         self._client = client
-        self._commands = _command(
-            *(b"XADD", self.control, b"MAXLEN", b"~", b"%d" % keys.CONTROL_KEPT, b"*", b"w", b"")
-        ) + _command(b"PEXPIRE", self.control, b"%d" % keys.CONTROL_TTL_MS)
+        add: Any = (b"XADD", self.control, b"MAXLEN", b"~", keys.CONTROL_KEPT, b"*", b"w", b"")
+        expire: Any = (b"PEXPIRE", self.control, keys.CONTROL_TTL_MS)
+        self._commands = hiredis.pack_command(add) + hiredis.pack_command(expire)
         self._lock = threading.Lock()
         self._silent: Any = None
         self._is_doubtful = False
@@ -105,7 +105,3 @@ class Waker:
     def _release(self, connection: Any) -> None:
         connection.disconnect()
         self._client.connection_pool.release(connection)
-
-
-def _command(*arguments: bytes) -> bytes:
-    return b"*%d\r\n%b" % (len(arguments), pack(arguments))

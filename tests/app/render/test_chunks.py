@@ -7,7 +7,7 @@ import pytest
 from app.errors import ApiError, ended_early, failed_here
 from app.render.chunks import usage
 from app.render.spec import AnswerSpec
-from bridge.streams.subscription import StreamLost
+from bridge.streams.events import StreamLost
 from tasks.protocol.contract import TerminalEvent
 
 

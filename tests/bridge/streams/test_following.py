@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from bridge.streams.feed import Feed
@@ -15,9 +12,8 @@ from tasks.protocol.contract import ContractError, TokenEvent, pack_source, pack
 LOG = b"tf:worker:w1:steps"
 
 
-def feed_of(name: str = "a", next_index: int = 0) -> Feed:
-    subscription: Any = SimpleNamespace(request_id=name, next_index=next_index, source=None)
-    return Feed(b"tf:{%s}:out" % name.encode(), START, subscription)
+def feed_of(name: str = "a", next_index: int = 0, position: bytes = START, before: Feed | None = None) -> Feed:
+    return Feed(name, position, next_index, lambda feed, events, position: None, lambda error: None, before)
 
 
 def first_entry(slot: int = 7, attempt: int = 1) -> Entries:
@@ -90,11 +86,11 @@ def test_a_feed_follows_what_the_one_before_it_did(following: Following, live: F
     following.remove(live)
     following.remove(live)
     assert following.logs() == {}
-    following.add(after := Feed(live.key, live.position, live.subscription))
-    assert (after.source, following.logs()) == ((1, LOG, 7), {LOG: START})
+    following.add(after := feed_of(position=live.position, before=live))
+    assert (after.place, following.logs()) == ((1, LOG, 7), {LOG: START})
     following.attempt_over({live.key})
     following.remove(after)
-    following.add(Feed(live.key, live.position, live.subscription))
+    following.add(feed_of(position=live.position, before=after))
     assert following.logs() == {}
 
 
@@ -103,13 +99,13 @@ def test_an_earlier_attempt_that_is_read_again_changes_nothing(following: Follow
     following.add(feed)
     following.take_out(feed, first_entry(slot=9, attempt=2))
     following.take_out(feed, first_entry(slot=7, attempt=1))
-    assert feed.source == (2, LOG, 9)
+    assert feed.place == (2, LOG, 9)
 
 
 def test_its_first_entry_read_again_changes_nothing(following: Following, live: Feed) -> None:
     following.take_log(LOG, step(2, (7, 3, 13)))
     following.take_out(live, first_entry())
-    assert (live.source, live.ahead, following.logs()) == ((1, LOG, 7), [13], {LOG: b"2-0"})
+    assert (live.place, live.ahead, following.logs()) == ((1, LOG, 7), [13], {LOG: b"2-0"})
 
 
 def test_a_log_that_is_followed_no_more_gives_nothing(following: Following, live: Feed) -> None:

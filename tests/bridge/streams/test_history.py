@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis import Redis
 
+from bridge.streams.events import StreamLost
 from bridge.streams.history import History
-from bridge.streams.subscription import StreamLost
 from tasks.protocol import keys
 from tasks.protocol.contract import TerminalEvent, TokenEvent, encode_terminal, entry_id, pack_tokens
 from tests.conftest import RedisServer

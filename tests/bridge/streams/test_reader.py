@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
+from bridge.streams.events import StreamLost
 from bridge.streams.reader import HEARTBEAT_S, MAX_BLOCK_S
-from bridge.streams.subscription import StreamLost
 from decode.engine.sampling import TokenLogprobs
 from tasks.process.clients import BLOCKING_GRACE_S
 from tasks.protocol import keys

@@ -25,7 +25,7 @@ class Nobody:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
 
-    def add(self, subscription: Subscription, position: bytes) -> object:
+    def add(self, subscription: Subscription, position: bytes, before: object) -> object:
         return "feed"
 
     def remove(self, feed: object) -> None:
@@ -97,7 +97,7 @@ class Answer:
 
     def come(self, *events: StreamEvent, choice: int = 0) -> None:
         subscription = self.streams.subscriptions[choice]
-        subscription.accept(subscription._feed, list(events), b"1-1")  # type: ignore[arg-type]
+        subscription.accept(subscription._feed, list(events), b"1-1")
 
     def say(self, index: int, text: str) -> TokenEvent:
         return TokenEvent(index, 1, tuple(text.encode()))
