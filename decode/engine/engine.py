@@ -139,37 +139,33 @@ class Engine:
         A continuation that is complete already is reported by the next step, without tokens.
         Raises EmptyPrompt, TokenOutOfRange, DuplicateSequence, PromptTooLong if it could never run, InvalidGrammar.
         """
-        config = self.config
-        if sequence.sequence_id in self._sequences:
-            raise DuplicateSequence(sequence.sequence_id)
+        config, name = self.config, sequence.sequence_id
+        if name in self._sequences:
+            raise DuplicateSequence(f"{name}: already in the engine")
         if not sequence.num_prompt_tokens:
-            raise EmptyPrompt(sequence.sequence_id)
+            raise EmptyPrompt(f"{name}: the prompt holds no token")
         for token_id in (min(sequence.token_ids), max(sequence.token_ids)):
             if not 0 <= token_id < config.vocab_size:
-                raise TokenOutOfRange(sequence.sequence_id, token_id, config.vocab_size)
+                raise TokenOutOfRange(f"{name}: token id {token_id} is not in [0, {config.vocab_size})")
         reason = sequence.finish_reason(config.max_model_len) if sequence.num_output_tokens else None
         if reason is not None:
-            self._complete.append(SequenceOutput(sequence.sequence_id, sequence.num_output_tokens, (), reason, 0))
+            self._complete.append(SequenceOutput(name, sequence.num_output_tokens, (), reason, 0))
             return
         num_slots = config.num_blocks * config.block_size
         for limit, max_tokens in (("context", config.max_model_len), ("K/V cache", num_slots)):
             if sequence.num_tokens + 1 > max_tokens:
                 raise PromptTooLong(
-                    sequence.sequence_id,
-                    sequence.num_tokens,
-                    max_tokens,
-                    limit,
-                    is_continuation=sequence.num_output_tokens > 0,
+                    f"{name}: {sequence.num_tokens} tokens and at least one new one exceed the {limit} of "
+                    f"{max_tokens} tokens",
+                    fits_elsewhere=sequence.num_output_tokens > 0,  # with a full context it is complete, see above
                 )
         if sequence.sampling.grammar:
             if self._grammars is None:
-                raise InvalidGrammar(sequence.sequence_id, "this engine has no vocabulary to follow one with")
-            sequence.grammar = self._grammars.matcher(
-                sequence.sequence_id, sequence.sampling, sequence.output_token_ids
-            )
+                raise InvalidGrammar(name, "this engine has no vocabulary to follow one with")
+            sequence.grammar = self._grammars.matcher(name, sequence.sampling, sequence.output_token_ids)
         if config.max_draft_rows:
             sequence.lookup = PromptLookup.of(sequence.sampling, sequence.num_prompt_tokens, config.max_sequence_len)
-        self._sequences[sequence.sequence_id] = sequence
+        self._sequences[name] = sequence
         self._scheduler.add(sequence)
 
     def abort(self, sequence_id: str) -> bool:
