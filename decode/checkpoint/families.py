@@ -153,3 +153,14 @@ def stored_row_order(config: ModelConfig, naming: Naming, spec: TensorSpec) -> n
 
     stored = np.arange(spec.shape[0]).reshape(-1, config.head_dim // 2, 2)  # [heads, pairs, half]
     return stored.transpose(0, 2, 1).reshape(-1)
+
+
+def computed_values(
+    config: ModelConfig, naming: Naming, spec: TensorSpec, stored: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """What the decoder computes with for `spec`, from the values in the file: rows in our order, norms as weights."""
+    if (order := stored_row_order(config, naming, spec)) is not None:
+        return stored[order]
+    if naming == "hf" and FAMILIES[config.family].hf_norms_are_offsets and spec.is_norm:
+        return stored + 1
+    return stored

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decode.checkpoint.checkpoint import Checkpoint
-from decode.checkpoint.families import FAMILIES, TensorSpec, stored_row_order, tensor_specs
+from decode.checkpoint.families import TensorSpec, computed_values, stored_row_order, tensor_specs
 from decode.native.pack import LAYOUT, PANEL, Packed, pack
 
 _ALIGN = 64
@@ -64,19 +64,13 @@ def _packed(
     checkpoint: Checkpoint, *, eight_bit: bool, progress: Progress | None
 ) -> Iterator[tuple[TensorSpec, Packed | npt.NDArray[np.float32]]]:
     config = checkpoint.config
-    family = FAMILIES[config.family]
     specs = list(tensor_specs(config, checkpoint.naming))
     for done, spec in enumerate(specs):
         tensor = checkpoint.tensors[spec.name]
-        order = stored_row_order(config, checkpoint.naming, spec)
         if len(spec.shape) == 2:
-            yield spec, pack(tensor, order, eight_bit=eight_bit)
+            yield spec, pack(tensor, stored_row_order(config, checkpoint.naming, spec), eight_bit=eight_bit)
         else:
-            values = tensor.values()
-            if order is not None:
-                values = values[order]
-            if spec.is_norm and family.hf_norms_are_offsets and checkpoint.naming == "hf":
-                values = values + 1
+            values = computed_values(config, checkpoint.naming, spec, tensor.values())
             yield spec, np.pad(values, (0, -len(values) % PANEL))
         if progress:
             progress(done + 1, len(specs))

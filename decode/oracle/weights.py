@@ -1,19 +1,16 @@
-"""From stored tensors to the values a decoder computes with: one role at a time, in float32.
+"""A checkpoint's tensors for the decoder: one role at a time, in float32, as torch tensors.
 
-Owns what differs between file conventions: the row order of q and k in GGUF files of the llama architecture, and the
-norms that Hugging Face's Gemma files store minus one. Refuses to choose a data type or a layout for computing.
+Does not choose a data type or a layout for computing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from decode.checkpoint.checkpoint import Checkpoint
-from decode.checkpoint.families import FAMILIES, TensorSpec, stored_row_order, tensor_specs
+from decode.checkpoint.families import computed_values, tensor_specs
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
@@ -34,7 +31,9 @@ class WeightReader:
     def read(self, role: str, layer: int | None = None) -> torch.Tensor:
         """float32, [outputs, inputs] or [size]."""
         spec = self._specs[role, layer]
-        values = torch.from_numpy(self._values(spec))
+        checkpoint = self._checkpoint
+        stored = checkpoint.tensors[spec.name].values()
+        values = torch.from_numpy(computed_values(checkpoint.config, checkpoint.naming, spec, stored))
         self._num_done += 1
         if self._progress is not None:
             self._progress(self._num_done, len(self._specs))
@@ -45,13 +44,3 @@ class WeightReader:
         if (roles[0], layer) not in self:
             return None
         return torch.cat([self.read(role, layer) for role in roles])
-
-    def _values(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
-        checkpoint = self._checkpoint
-        family = FAMILIES[checkpoint.config.family]
-        values = checkpoint.tensors[spec.name].values()
-        if (order := stored_row_order(checkpoint.config, checkpoint.naming, spec)) is not None:
-            values = values[order]
-        elif checkpoint.naming == "hf" and family.hf_norms_are_offsets and spec.is_norm:
-            values = values + 1
-        return values
