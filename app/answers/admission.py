@@ -24,7 +24,7 @@ from app.errors import (
     unavailable,
 )
 from app.render.spec import AnswerSpec, SpecError, decode_spec
-from decode.engine.sampling import SamplingParams
+from decode.engine.sampling import GOLDEN_GAMMA, SamplingParams, split_mix
 from tasks.protocol.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
 from tasks.protocol.errors import IdempotencyConflict, NoWorker, QueueFull
 from tasks.protocol.record import UNKNOWN, Idempotency, Origin, Storing, Submitted
@@ -278,19 +278,8 @@ def jobs_of(ask: Ask, limit: int) -> list[GenerationJob]:
 
 
 def choice_seed(seed: int, number: int) -> int:
-    """The first choice has the request's seed; the others have seeds that look unrelated, always the same ones.
-
-    The mixing function is SplitMix64's (see `decode.engine.sampling.uniform`).
-    """
-    if number == 0:
-        return seed
-    z = (seed + number * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (z ^ (z >> 31)) >> 1
-
-
-_MASK64 = (1 << 64) - 1
+    """The first choice has the request's seed; the others have seeds that look unrelated, always the same ones."""
+    return split_mix(seed + (number - 1) * GOLDEN_GAMMA) >> 1 if number else seed
 
 
 def _fit(limit: int, num_prompt_tokens: int, max_tokens: int | None, param: str) -> int:

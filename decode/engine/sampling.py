@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 _MAX_TOKEN_ID = 1 << 31
 
@@ -118,12 +119,14 @@ def uniform(seed: int, index: int) -> float:
     """A draw in [0, 1) for output token `index` of a request with `seed`.
 
     The draw depends on nothing but its arguments, so a continued request repeats the draws it would have made.
-    The mixing function is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
     """
-    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1342543DE82EF95) & _MASK64
-    for _ in range(2):
-        z = (z + 0x9E3779B97F4A7C15) & _MASK64
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-        z ^= z >> 31
+    z = split_mix(split_mix(seed * GOLDEN_GAMMA + (index + 1) * 0xD1342543DE82EF95))
     return (z >> 11) / float(1 << 53)
+
+
+def split_mix(state: int) -> int:
+    """SplitMix64 of `state` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
+    z = (state + GOLDEN_GAMMA) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
