@@ -171,7 +171,7 @@ class Scheduler:
         """How many tokens of each prefill to compute; admits the waiting ones whose turn comes."""
         candidates = sorted([*prefilling, *waiting], key=_arrival)
         half = (budget + 1) // 2
-        turns = [candidates[0], *sorted(candidates, key=_num_uncomputed_tokens)]
+        turns = [candidates[0], *sorted(candidates, key=lambda seq: len(seq.token_ids) - seq.num_computed_tokens)]
         grants: dict[Sequence, int] = {}
         for turn, sequence in enumerate(turns):
             if budget == 0:
@@ -222,7 +222,3 @@ class Scheduler:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
-
-
-def _num_uncomputed_tokens(sequence: Sequence) -> int:
-    return len(sequence.token_ids) - sequence.num_computed_tokens

@@ -98,10 +98,6 @@ class Sequence:
     def is_admitted(self) -> bool:
         return bool(self.block_table)
 
-    @property
-    def is_prefilling(self) -> bool:
-        return self.is_admitted and len(self.token_ids) - self.num_computed_tokens > 1
-
     def admit(self, block_table: list[int], num_restored_tokens: int) -> None:
         """Begin to run in `block_table`, whose first `num_restored_tokens` tokens have their K/V already."""
         assert not self.block_table

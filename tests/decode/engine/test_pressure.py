@@ -124,8 +124,9 @@ class Scenario:
 
     def abort(self, name: str) -> None:
         sequence = self.live.pop(name)
-        kind = "decoding" if sequence.is_admitted else "waiting"
-        self.counts[f"aborts {'prefilling' if sequence.is_prefilling else kind}"] += 1
+        num_left = sequence.num_tokens - sequence.num_computed_tokens
+        kind = "waiting" if not sequence.is_admitted else "prefilling" if num_left > 1 else "decoding"
+        self.counts[f"aborts {kind}"] += 1
         assert self.engine.abort(name)
         assert not self.engine.abort(name)
         assert self.texts[name] == self.expected[name][0][: len(self.texts[name])]

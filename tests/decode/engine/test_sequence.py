@@ -59,15 +59,11 @@ def test_it_takes_copies_of_the_lists_it_is_given() -> None:
     assert prompt == [5, 6]
 
 
-def test_a_sequence_is_prefilling_while_more_than_one_token_has_no_kv() -> None:
+def test_a_sequence_that_holds_blocks_is_admitted() -> None:
     one = sequence([])
     assert not one.is_admitted
-    assert not one.is_prefilling
     one.admit([0], 1)
     assert one.is_admitted
-    assert one.is_prefilling
-    one.num_computed_tokens = 2
-    assert not one.is_prefilling
 
 
 def test_what_was_restored_at_the_first_admission_is_what_is_reported() -> None:
