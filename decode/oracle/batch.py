@@ -17,7 +17,7 @@ from decode.oracle.layers import RowCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepTensors:
     """The first `num_tokens` of `num_rows` rows are real; the others bring the count to an allowed one."""
 
     input_ids: Tensor
@@ -45,7 +45,7 @@ def build_batch(
     shape: AttentionShape,
     windows: frozenset[int],
     device: torch.device,
-) -> Batch:
+) -> StepTensors:
     """`windows`: those that the model's layers use."""
     block_size = plan.block_size
     spans: list[Span] = []
@@ -65,7 +65,7 @@ def build_batch(
     num_rows = counts.padded(len(token_ids))
     padding = num_rows - len(token_ids)
     sample_padding = head_counts.padded(len(sample_rows)) - len(sample_rows)
-    return Batch(
+    return StepTensors(
         input_ids=torch.tensor(token_ids + [0] * padding, device=device),
         positions=torch.from_numpy(np.concatenate((*positions, np.zeros(padding, np.int64)))).to(device),
         slot_mapping=torch.from_numpy(np.concatenate(slots)).to(device),

@@ -19,7 +19,7 @@ from decode.checkpoint.config import ModelConfig, Rope
 from decode.checkpoint.families import FAMILIES
 from decode.checkpoint.rope import rope_tables
 from decode.oracle.attention import CHUNK, PREFILL_TILE, AttentionShape, paged_attention
-from decode.oracle.batch import Batch
+from decode.oracle.batch import StepTensors
 from decode.oracle.kv_cache import KvCache
 from decode.oracle.layers import Linear, RowCounts, cancelling, gelu_tanh, rms_norm, rotate, silu
 from decode.oracle.weights import Progress, WeightReader
@@ -81,7 +81,7 @@ class Decoder:
         """The numbers of sampled rows that `forward` takes; `counts` are the numbers of rows."""
         return self._head.counts
 
-    def forward(self, batch: Batch, cache: KvCache) -> Tensor:
+    def forward(self, batch: StepTensors, cache: KvCache) -> Tensor:
         """Write the K/V of the batch's tokens into the cache; return logits [num_samples, vocab], float32."""
         hidden = self._embed.index_select(0, batch.input_ids).float() * self._embed_scale  # [rows, hidden]
         rotations = {rope: self._rotation(table, batch.positions) for rope, table in self._tables.items()}
@@ -96,7 +96,13 @@ class Decoder:
         return self._head(last.to(self.dtype))[: batch.num_samples].float()
 
     def _attention(
-        self, layer: _Layer, index: int, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch, cache: KvCache
+        self,
+        layer: _Layer,
+        index: int,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: StepTensors,
+        cache: KvCache,
     ) -> Tensor:
         config, eps = self.config, self.config.rms_norm_eps
         num_q, num_kv = config.num_heads, config.num_kv_heads

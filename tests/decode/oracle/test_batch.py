@@ -8,7 +8,7 @@ from decode.engine.sampling import SamplingParams
 from decode.engine.scheduler import ScheduledSequence, StepPlan
 from decode.engine.sequence import Sequence
 from decode.oracle.attention import AttentionShape
-from decode.oracle.batch import Batch, build_batch
+from decode.oracle.batch import StepTensors, build_batch
 from decode.oracle.layers import RowCounts
 
 
@@ -18,7 +18,7 @@ def scheduled(tokens: list[int], table: list[int], start: int, count: int, sampl
     return ScheduledSequence(sequence, start, count, samples)
 
 
-def batch(*sequences: ScheduledSequence) -> Batch:
+def batch(*sequences: ScheduledSequence) -> StepTensors:
     return build_batch(
         StepPlan(sequences, (), 16),
         counts=RowCounts((4, 8)),
