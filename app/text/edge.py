@@ -15,7 +15,8 @@ from app.text.detokenizer import Detokenizer, TokenTexts
 from app.text.gguf import load_gguf_tokenizer
 from app.text.hf import load_hf_tokenizer
 from app.text.templates import ChatFormat, choose_format
-from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer
+from decode.checkpoint.checkpoint import Checkpoint
+from decode.checkpoint.gguf import GgufTokenizer
 from decode.checkpoint.names import SCRIPTED_EOS_TOKEN_ID, SCRIPTED_FIRST_BYTE, SCRIPTED_VOCAB_SIZE
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -20,8 +20,6 @@ from decode.checkpoint.gguf_file import read_gguf
 from decode.checkpoint.hf import HfTokenizerFiles, hf_config, read_json, read_safetensors
 from decode.checkpoint.stored import StoredTensor, check_stored
 
-__all__ = ["Checkpoint", "CheckpointError", "GgufTokenizer", "HfTokenizerFiles", "ModelConfig", "open_checkpoint"]
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:

@@ -13,8 +13,9 @@ from typing import Any
 
 import orjson
 
-from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles
-from decode.checkpoint.gguf import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
+from decode.checkpoint.checkpoint import Checkpoint
+from decode.checkpoint.gguf import CONTROL, UNKNOWN, UNUSED, USER_DEFINED, GgufTokenizer
+from decode.checkpoint.hf import HfTokenizerFiles
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

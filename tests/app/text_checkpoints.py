@@ -13,7 +13,10 @@ from typing import Any, cast
 import pytest
 import sentencepiece
 
-from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, HfTokenizerFiles, ModelConfig
+from decode.checkpoint.checkpoint import Checkpoint
+from decode.checkpoint.config import ModelConfig
+from decode.checkpoint.gguf import GgufTokenizer
+from decode.checkpoint.hf import HfTokenizerFiles
 from decode.checkpoint.names import ModelError, resolve
 from tasks.process.settings import Settings
 from tests.app.corpus import TEXTS

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoint.checkpoint import Checkpoint, GgufTokenizer, open_checkpoint
+from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from decode.checkpoint.gguf import GgufTokenizer
 from decode.checkpoint.vocabulary import BYTE_OF
 from tests.app.corpus import CHATS, FORGERIES, TEXTS
 

@@ -16,7 +16,7 @@ from app.text.tokenizer import (
     TokenizerError,
     is_plain_text_token,
 )
-from decode.checkpoint.checkpoint import HfTokenizerFiles
+from decode.checkpoint.hf import HfTokenizerFiles
 from decode.checkpoint.vocabulary import byte_level_bytes, sentencepiece_bytes
 from tests.app.corpus import FORGERIES, TEXTS
 from tests.app.text_checkpoints import llama3_directory, metaspace_directory

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decode.checkpoint.checkpoint import CheckpointError, GgufTokenizer, open_checkpoint
-from decode.checkpoint.config import Rope
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.checkpoint.config import CheckpointError, Rope
+from decode.checkpoint.gguf import GgufTokenizer
 from decode.checkpoint.gguf_file import read_gguf
 from decode.checkpoint.stored import BLOCKS
 from tests.decode.tiny_models import tiny_weights, write_gguf

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from decode.checkpoint.checkpoint import CheckpointError, HfTokenizerFiles, open_checkpoint
-from decode.checkpoint.config import Llama3Scaling, ModelConfig, Rope
-from decode.checkpoint.hf import hf_config
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.checkpoint.config import CheckpointError, Llama3Scaling, ModelConfig, Rope
+from decode.checkpoint.hf import HfTokenizerFiles, hf_config
 from tests.decode.tiny_models import CONFIGS, open_tiny, write_hf
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from decode.checkpoint.checkpoint import GgufTokenizer, HfTokenizerFiles, open_checkpoint
+from decode.checkpoint.checkpoint import open_checkpoint
+from decode.checkpoint.gguf import GgufTokenizer
+from decode.checkpoint.hf import HfTokenizerFiles
 from decode.checkpoint.vocabulary import VocabularyError, checkpoint_vocabulary, gguf_token_bytes, read_tokenizer_json
 from tests.decode.tiny_models import write_gguf, write_hf
 
