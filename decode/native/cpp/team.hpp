@@ -9,7 +9,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -118,7 +120,7 @@ class Team {
     job_.fetch_add(1, std::memory_order_acq_rel);  // odd: being written
     std::atomic_thread_fence(std::memory_order_release);  // whoever reads a new value below sees the odd number
     base_.store(base, std::memory_order_relaxed);
-    const int values[] = {counts.rows, counts.tiles, counts.last_tiles, counts.samples, counts.draws};
+    const auto values = std::bit_cast<CountArray>(counts);
     for (int i = 0; i < kNumCounts; i++) counts_[i].store(values[i], std::memory_order_relaxed);
     announce();
     Walk walk(*this, base, profile);
@@ -127,6 +129,7 @@ class Team {
 
  private:
   static constexpr int kNumCounts = sizeof(Counts) / sizeof(int);
+  using CountArray = std::array<int, kNumCounts>;
   static constexpr int kChunks = 4;  // per member and phase: fewer leave members idle at the end, more cost atomics
   static constexpr std::chrono::microseconds kPatience{50};  // about what falling asleep and waking up costs
 
@@ -180,13 +183,15 @@ class Team {
       const uint32_t job = wait_for(job_, [&](uint32_t j) { return j != last && j % 2 == 0; });
       if (stopped_.load(std::memory_order_relaxed)) return;
       const uint64_t base = base_.load(std::memory_order_relaxed);
-      int values[kNumCounts];
+      CountArray values;
       for (int i = 0; i < kNumCounts; i++) values[i] = counts_[i].load(std::memory_order_relaxed);
       std::atomic_thread_fence(std::memory_order_acquire);
-      if (job_.load(std::memory_order_relaxed) != job) continue;  // a later job was written meanwhile
+      // A member that slept through a job may have read the base of one and counts of the next: such a mixture would
+      // walk other phases than everybody else. The number of the job is the same only where nothing was written.
+      if (job_.load(std::memory_order_relaxed) != job) continue;
       last = job;
       Walk walk(*this, base, nullptr);
-      body_(id, Counts{values[0], values[1], values[2], values[3], values[4]}, walk);
+      body_(id, std::bit_cast<Counts>(values), walk);
     }
   }
 
