@@ -1,6 +1,6 @@
 """An engine from a checkpoint: the one place that turns settings into a runner, a config and a fingerprint.
 
-Owns the choice of the execution variant, of a thread count, and the fingerprint. Refuses to read the environment:
+Owns the choice of the execution variant, of a thread count, and the fingerprint. Does not read the environment:
 callers pass settings. torch is loaded only for the variants that it executes.
 """
 

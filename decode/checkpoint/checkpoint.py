@@ -1,6 +1,6 @@
 """A checkpoint on disk, opened: configuration, tokenizer, chat template, and where every tensor lies.
 
-Owns `open_checkpoint`, the one way in. Refuses to load weights (`decode.oracle.weights` does) and to know about
+Owns `open_checkpoint`, the one way in. Does not load weights (`decode.oracle.weights` does) and to know about
 torch, so that the web process can open a checkpoint for its text. Opening reads headers only, and finds out at once
 whether the file is whole and every tensor that the decoder needs is there with the right shape and a supported type.
 """

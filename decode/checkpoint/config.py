@@ -1,7 +1,7 @@
 """What a checkpoint says about its model, as data that one decoder reads.
 
-Owns `ModelConfig` and the typed reading of metadata (`Fields`). Refuses to know file formats: `hf_checkpoint` and
-`gguf_checkpoint` fill it in. No torch here: the web process opens checkpoints for their tokenizer.
+Owns `ModelConfig` and the typed reading of metadata (`Fields`). Does not know file formats: `hf` and
+`gguf` fill it in. No torch here: the web process opens checkpoints for their tokenizer.
 """
 
 from __future__ import annotations

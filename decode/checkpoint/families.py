@@ -1,6 +1,6 @@
 """The model families as data: which tensor plays which role under which name, and the flags that differ.
 
-Adding a standard decoder is an entry in `FAMILIES`. Owns roles, names and expected shapes. Refuses to know how
+Adding a standard decoder is an entry in `FAMILIES`. Owns roles, names and expected shapes. Does not know how
 tensors are stored (`decode.checkpoint.stored`) or computed with (`decode.oracle.model`). No torch.
 """
 

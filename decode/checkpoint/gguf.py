@@ -1,6 +1,6 @@
 """What the metadata of a GGUF file says about the model and its tokenizer.
 
-Owns the keys of the llama, gemma3, qwen2 and qwen3 architectures and of the tokenizer. Refuses to guess: an
+Owns the keys of the llama, gemma3, qwen2 and qwen3 architectures and of the tokenizer. Does not guess: an
 architecture or a feature that the decoder does not compute is refused by name. No torch.
 """
 

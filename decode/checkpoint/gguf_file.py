@@ -1,6 +1,6 @@
 """The GGUF container: a header of typed metadata and a table of tensors, then aligned tensor data.
 
-Owns the parsing of versions 2 and 3, little endian. Refuses to know what the metadata means (`gguf_checkpoint`).
+Owns the parsing of versions 2 and 3, little endian. Does not know what the metadata means (`gguf`).
 PERF: the `gguf` package's reader makes an array object of every vocabulary entry: 3.4 s to open a file with 49,152
 tokens and 12.4 s with 262,144, here 0.1 and 0.3 s. Its dequantisation is what we use the package for.
 Source: the format description "GGUF" of the ggml project.

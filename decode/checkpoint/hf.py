@@ -1,6 +1,6 @@
 """A Hugging Face directory: config.json, safetensors files, generation_config.json, tokenizer files.
 
-Owns the reading of these files into our types. Refuses to guess: a model type or a feature that the decoder does not
+Owns the reading of these files into our types. Does not guess: a model type or a feature that the decoder does not
 compute is refused by name. No torch: safetensors headers are read here, the data stays mapped in the file.
 Source: the safetensors format description (8 bytes of header length, a JSON table, then raw little-endian data).
 """

@@ -1,7 +1,7 @@
 """Model names: which published package holds which checkpoint, and where a name or a path is on this disk.
 
 Owns the table of known models (packages, file, size, checksum, licence) and `resolve`, which turns what a person
-wrote after `MODEL=` into a path. Refuses to download anything (`tokenferry.pull` does), to read the environment, and
+wrote after `MODEL=` into a path. Does not download anything (`tokenferry.pull` does), to read the environment, and
 to look inside a checkpoint (`decode.checkpoint.checkpoint` does). Never loads torch: the web process resolves names
 too.
 """

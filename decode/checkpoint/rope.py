@@ -1,6 +1,6 @@
 """Frequencies of the rotary position embedding, with the kinds of scaling that checkpoints ask for.
 
-Owns the formulas. Refuses to rotate anything: executors make their own tables from the frequencies. numpy only.
+Owns the formulas. Does not rotate anything: executors make their own tables from the frequencies. numpy only.
 Sources: "RoFormer" (Su et al., 2021); linear scaling (Chen et al., 2023); the llama3 ramp of Meta's reference code.
 """
 

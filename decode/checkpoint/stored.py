@@ -1,6 +1,6 @@
 """Tensors as they lie in a checkpoint file: type, shape, place, and their bytes or values on request.
 
-Owns the table of storage types. Refuses to know roles and models. No torch: a tensor is read through numpy, mapped
+Owns the table of storage types. No torch: a tensor is read through numpy, mapped
 from the file, so opening a checkpoint reads no weights. Quantised blocks stay reachable as they are (`rows`), for
 execution variants that compute with them directly.
 """

@@ -1,6 +1,6 @@
 """Which block of the paged K/V cache holds what: free lists, reference counts and the prefix hash chain.
 
-Owns the blocks' bookkeeping. Refuses to know when a sequence runs (`decode.engine.scheduler`) and what the blocks
+Owns the blocks' bookkeeping. Does not know when a sequence runs (`decode.engine.scheduler`) and what the blocks
 hold (`decode.oracle.kv_cache`). Its rules:
 
 - A full block is named by a hash that commits to the model fingerprint, to the parent block's hash and to its token
@@ -119,6 +119,8 @@ class BlockManager:
             block, _ = self._reusable.popitem(last=False)
             name = self._hashes[block]
             assert name is not None
+            # The name goes before the new owner writes: else a prompt with the old content would find the block in
+            # the middle of being overwritten, and read the K/V of another sequence.
             del self._block_by_hash[name]
             self._hashes[block] = None
         self._ref_counts[block] = 1

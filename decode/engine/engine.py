@@ -1,6 +1,6 @@
 """Tokens in, tokens out: the engine that a worker drives, one `step()` at a time, from one thread.
 
-Owns the live sequences, their admission to the scheduler and the commit of what a step computed. Refuses to know how
+Owns the live sequences, their admission to the scheduler and the commit of what a step computed. Does not know how
 a plan is executed: that is a `ModelRunner` (`decode.oracle.runner` with torch, `decode.scripted` without).
 """
 

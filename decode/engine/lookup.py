@@ -1,6 +1,6 @@
 """Draft tokens by prompt lookup: what followed the last few tokens when they occurred before in the same sequence.
 
-Owns the index of one sequence and how far ahead it guesses. Refuses to know how drafts are computed and compared
+Owns the index of one sequence and how far ahead it guesses. Does not know how drafts are computed and compared
 (`decode.engine.engine`): it is told how many were right. Drafts decide what a step computes, never what a token is.
 
 The method is A. Saxena's ("Prompt Lookup Decoding", 2023). The longest n-gram counts, and of its places the latest.
@@ -61,6 +61,8 @@ class PromptLookup:
         for size, followers in self._followers.items():
             start = followers.get(tuple(token_ids[-size:]))
             if start is not None:
+                # What followed may be shorter than the draft: it ends where the sequence ends now. Behind that the
+                # sequence would repeat with this period, so the index wraps instead of running off the end.
                 period = num_tokens - start
                 return tuple(token_ids[start + number % period] for number in range(num_wanted))
         return ()

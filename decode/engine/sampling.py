@@ -1,6 +1,6 @@
 """How the next token is chosen, as data: the sampling parameters of one request and its random draws.
 
-Owns `SamplingParams`, what biases and penalties come to, and the counter-based generator. Refuses to know about
+Owns `SamplingParams`, what biases and penalties come to, and the counter-based generator. Does not know about
 tensors: `decode.oracle.sampler` applies these to logits. Standard library only, because the web process puts these
 into a job and must never load torch.
 """

@@ -1,6 +1,6 @@
 """What runs in the next step: a frozen plan, made from the waiting and the admitted sequences.
 
-Owns the two queues and the policy. Refuses to know what a block holds and how a plan is executed.
+Owns the two queues and the policy. Does not know what a block holds and how a plan is executed.
 The policy, in the order it is applied:
 
 1. Decode first: every sequence with one token left to compute gets it, in order of arrival. When blocks run out, the
@@ -142,6 +142,9 @@ class Scheduler:
                 scheduled.append(ScheduledSequence(sequence, num_tokens - 1, 1, True))
                 index += 1
             else:
+                # The victim may be `sequence` itself, when it is the latest: then `admitted` ends here. Else the loop
+                # looks at the same index again, with more blocks free. A victim before `index` would be in
+                # `scheduled` already, and the step would write its K/V into blocks that now belong to somebody else.
                 preempted.append(self.preempt_latest().sequence_id)
         return preempted
 

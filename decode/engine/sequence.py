@@ -1,6 +1,6 @@
 """One request inside the engine: its tokens, how far its K/V is computed, and which blocks hold it.
 
-Owns the facts about a sequence and the rule by which it ends. Refuses to know who decides what runs
+Owns the facts about a sequence and the rule by which it ends. Does not know who decides what runs
 (`decode.engine.scheduler`), which blocks are free (`decode.engine.block_manager`) and how a token is chosen
 (`decode.oracle.sampler`).
 """

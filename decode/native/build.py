@@ -1,6 +1,6 @@
 """Compiles the native decoder once for this machine and keeps the library in a cache folder.
 
-Owns the compiler command and the cache key: sources, flags, compiler version and processor features. Refuses to know
+Owns the compiler command and the cache key: sources, flags, compiler version and processor features. Does not know
 what the library does. Without a compiler it raises `NativeUnavailable`; the caller then uses torch and says so.
 """
 

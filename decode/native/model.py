@@ -1,6 +1,6 @@
 """The native decoder as a Python object: the C structures mirrored, filled from a checkpoint, and one step called.
 
-Owns the pointers and everything they point to. Refuses to plan: it executes arrays. ctypes releases the interpreter
+Owns the pointers and everything they point to. Does not plan: it executes arrays. ctypes releases the interpreter
 lock during a step. Structures mirror native/model.hpp field by field.
 """
 

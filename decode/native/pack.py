@@ -1,7 +1,7 @@
 """Weights in the layout that the native kernels read (see native/linear.hpp).
 
 Owns the packing of one matrix into panels of 16 outputs and tiles of 32 inputs, from the checkpoint's 4-bit blocks
-where it has them (nothing is rounded twice), else as 8-bit blocks. Refuses to know roles and files. numpy only.
+where it has them (nothing is rounded twice), else as 8-bit blocks. numpy only.
 """
 
 from __future__ import annotations

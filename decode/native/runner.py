@@ -1,7 +1,7 @@
 """Executes plans with the native decoder: the ModelRunner of the quantised CPU variants.
 
 Owns the translation of a plan into flat arrays and of sampling parameters into draws, and the fingerprint of the
-variant. Refuses to know the kernels (`decode.native.model`) and to plan. No torch: a worker that serves natively
+variant. Does not know the kernels (`decode.native.model`) and to plan. No torch: a worker that serves natively
 never imports it.
 """
 

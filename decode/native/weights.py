@@ -1,7 +1,7 @@
 """All weights of a model as the native decoder reads them: one mapped file, made once per checkpoint.
 
 Owns the cache file: its name (content, layout, variant), its header, its check sum, and that it is rebuilt when it is
-missing or damaged. Refuses to know the kernels. The file is a JSON line (padded), then every array 64-byte aligned.
+missing or damaged. The file is a JSON line (padded), then every array 64-byte aligned.
 """
 
 from __future__ import annotations

@@ -174,7 +174,9 @@ def _part(
     ends = np.cumsum(num_chunks)
     tile_of_pair = np.repeat(np.arange(num_tiles), num_chunks)
     chunk = np.arange(ends[-1]) - (ends - num_chunks - tiles.first_chunks(window))[tile_of_pair]  # [pairs]
-    # which query position of its tile a row belongs to; padding repeats the first, so that no row sees nothing
+    # Which query position of its tile a row belongs to. Padding repeats the first: a row that saw nothing would have
+    # the maximum -inf and become NaN. The shape is the same however many positions a tile has, and with it the order
+    # of the sums: so bits do not depend on the neighbours.
     step = np.arange(num_rows) // group
     step = np.where((np.arange(num_rows) < tile * group) & (step < tiles.count[:, None]), step, 0)  # [tiles, rows]
     heads = np.arange(shape.num_kv_heads)[:, None, None] * group + np.arange(num_rows) % group

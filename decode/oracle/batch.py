@@ -1,6 +1,6 @@
 """One step as tensors: what a plan says, in the shapes that the decoder reads.
 
-Owns the translation from `StepPlan` to tensors. Refuses to compute anything and to change a sequence.
+Owns the translation from `StepPlan` to tensors. Does not compute anything and to change a sequence.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The paged key/value cache as tensors: where every position's K and V lie.
 
-Owns the memory and its layout. Refuses to know which block belongs to whom: block tables come with every step.
+Owns the memory and its layout. Does not know which block belongs to whom: block tables come with every step.
 """
 
 from __future__ import annotations

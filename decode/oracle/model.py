@@ -1,6 +1,6 @@
 """The decoder: every supported family's forward pass, told apart by descriptors alone.
 
-Owns the weights in the form they are computed with, and the order of operations. Refuses to know where sequences come
+Owns the weights in the form they are computed with, and the order of operations. Does not know where sequences come
 from. The residual stream, norms, rotation and activations are float32 in every variant; linears and the K/V cache use
 the variant's type.
 """

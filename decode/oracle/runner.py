@@ -1,6 +1,6 @@
 """Executes step plans with torch: plan -> batch -> forward -> sampled tokens.
 
-Owns the model, the K/V memory and the thread count of one engine. Refuses to plan and to change sequences.
+Owns the model, the K/V memory and the thread count of one engine. Does not plan and to change sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choosing the next token of every row from its logits.
 
 Owns greedy choice and sampling by inverse cumulative distribution with the counter-based draws of
-`decode.engine.sampling`, and log probabilities. Refuses to remember anything: a row's token depends on its logits and
+`decode.engine.sampling`, and log probabilities. Does not remember anything: a row's token depends on its logits and
 its `SampleRow` alone.
 
 Everything that changes logits does so before temperature: first what penalties and biases add, then what may not be
