@@ -8,8 +8,9 @@ namespace {
 constexpr int kAhead = 2048;
 
 // Rows that share one unpacking of the weights: what the registers hold.
-// PERF: with AVX-512 eight rows are 2 % slower than twelve; with AVX2 four rows of q4 8 % slower than six.
-constexpr int kMostRows4 = TOKENFERRY_AVX2 ? 6 : 12, kMostRows8 = TOKENFERRY_AVX2 ? 4 : 12;
+// PERF: with AVX-512 eight rows are 2 % slower than twelve; with AVX2 four rows of q4 8 % slower than six; with
+// neither, four are as fast as twelve and compile in 7 s instead of 60.
+constexpr int kMostRows4 = TOKENFERRY_AVX512 ? 12 : TOKENFERRY_AVX2 ? 6 : 4, kMostRows8 = TOKENFERRY_AVX512 ? 12 : 4;
 
 // out[r] = bias + panel . row r, for R rows.
 template <int R>
