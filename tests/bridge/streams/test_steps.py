@@ -359,29 +359,6 @@ async def test_a_log_that_cannot_be_read_is_given_up(streams: Streams) -> None:
     assert tokens(ready(subscription)) == [13]
 
 
-async def test_a_log_read_is_not_slowed_down(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(8):
-        streams.open(f"r{number}")
-    subscription = await live(streams)
-    slept: list[float] = []
-    monkeypatch.setattr("bridge.streams.reader.time.sleep", slept.append)
-    streams.reader._block_ms = 1
-    streams.step("w1", 2, (7, 2, 12))
-    await streams.turn()
-    assert (tokens(ready(subscription)), slept) == ([12], [])
-    streams.append("r3", 0, 5)
-    await streams.turn()
-    assert slept == [0.001], "the others append one after the other"
-    for number in range(1, 8):
-        streams.append(f"r{number}", 1 if number == 3 else 0, 5, source=("w1", 10 + number))
-    await streams.turn()
-    streams.step("w1", 3, *[(10 + number, 2 if number == 3 else 1, 6) for number in range(1, 8)])
-    await streams.turn()
-    streams.append("r0", 0, 5)
-    await streams.turn()
-    assert slept == [0.001], "all others are live"
-
-
 async def test_the_thread_is_woken_by_logs_and_notices_while_it_is_blocked(redis_server: RedisServer) -> None:
     """The one test of the running thread; it blocks for longer than the test may take."""
     with Streams(redis_server, block_ms=1900, heartbeat_s=60) as streams:
