@@ -6,11 +6,12 @@ a plan is executed: that is a `ModelRunner` (`decode.oracle.runner` with torch, 
 
 from __future__ import annotations
 
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from decode.engine.block_manager import BlockManager
-from decode.engine.grammar import Grammars
+from decode.engine.grammar import GrammarMatcher, Grammars
 from decode.engine.lookup import PromptLookup
 from decode.engine.sampling import Chosen, TokenLogprobs
 from decode.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
@@ -23,6 +24,9 @@ from decode.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
+
+COMPILE_WAIT_S = 0.005
+"""How long a step without anything to run waits for a grammar: whoever turns the engine may have other news."""
 
 
 class ModelRunner(Protocol):
@@ -128,6 +132,8 @@ class Engine:
             max_draft_rows=config.max_draft_rows,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._compiling: dict[str, tuple[Sequence, Future[GrammarMatcher]]] = {}
+        """Live sequences that the scheduler does not know yet."""
         self._complete: list[SequenceOutput] = []
         self.num_draft_tokens = 0
         """Since the start, as those of which were right."""
@@ -136,8 +142,10 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Take a new sequence; it runs when its turn comes.
 
-        A continuation that is complete already is reported by the next step, without tokens.
-        Raises EmptyPrompt, TokenOutOfRange, DuplicateSequence, PromptTooLong if it could never run, InvalidGrammar.
+        A continuation that is complete already is reported by the next step, without tokens. One with a grammar is
+        scheduled when the grammar is compiled; if it cannot be followed, a later step reports that as its `failure`.
+        Raises EmptyPrompt, TokenOutOfRange, DuplicateSequence, PromptTooLong if it could never run, InvalidGrammar
+        without a vocabulary.
         """
         config, name = self.config, sequence.sequence_id
         if name in self._sequences:
@@ -159,14 +167,16 @@ class Engine:
                     f"{max_tokens} tokens",
                     fits_elsewhere=sequence.num_output_tokens > 0,  # with a full context it is complete, see above
                 )
-        if sequence.sampling.grammar:
-            if self._grammars is None:
-                raise InvalidGrammar(name, "this engine has no vocabulary to follow one with")
-            sequence.grammar = self._grammars.matcher(name, sequence.sampling, sequence.output_token_ids)
+        if sequence.sampling.grammar and self._grammars is None:
+            raise InvalidGrammar(name, "this engine has no vocabulary to follow one with")
         if config.max_draft_rows:
             sequence.lookup = PromptLookup.of(sequence.sampling, sequence.num_prompt_tokens, config.max_sequence_len)
         self._sequences[name] = sequence
-        self._scheduler.add(sequence)
+        if sequence.sampling.grammar and self._grammars is not None:
+            matcher = self._grammars.begin(name, sequence.sampling, sequence.output_token_ids)
+            self._compiling[name] = sequence, matcher
+        else:
+            self._scheduler.add(sequence)
 
     def abort(self, sequence_id: str) -> bool:
         """Drop a sequence, wherever it is; its slot and blocks are free at once. False if it is not here."""
@@ -175,7 +185,10 @@ class Engine:
             num_complete = len(self._complete)
             self._complete = [output for output in self._complete if output.sequence_id != sequence_id]
             return len(self._complete) < num_complete
-        self._scheduler.remove(sequence)
+        if (compiling := self._compiling.pop(sequence_id, None)) is not None:
+            compiling[1].cancel()
+        else:
+            self._scheduler.remove(sequence)
         return True
 
     def step(self) -> list[SequenceOutput]:
@@ -185,6 +198,8 @@ class Engine:
         """
         outputs, self._complete = self._complete, []
         try:
+            if self._compiling:
+                self._take_compiled(outputs)
             plan = self._scheduler.schedule()
             if plan.scheduled:
                 for scheduled in plan.scheduled:
@@ -195,6 +210,21 @@ class Engine:
             self._complete = outputs
             raise
         return outputs
+
+    def _take_compiled(self, outputs: list[SequenceOutput]) -> None:
+        """Schedule the sequences whose grammar is there; waits a moment for one when there is nothing else to do."""
+        if not outputs and len(self._compiling) == len(self._sequences):
+            wait([matcher for _, matcher in self._compiling.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
+        for sequence, matcher in [one for one in self._compiling.values() if one[1].done()]:
+            del self._compiling[sequence.sequence_id]
+            try:
+                sequence.grammar = matcher.result()
+            except InvalidGrammar as error:
+                del self._sequences[sequence.sequence_id]
+                first_index = sequence.num_output_tokens
+                outputs.append(SequenceOutput(sequence.sequence_id, first_index, (), None, 0, failure=str(error)))
+            else:
+                self._scheduler.add(sequence)
 
     def _commit(self, plan: StepPlan, step: Chosen, outputs: list[SequenceOutput]) -> None:
         token_ids, logprobs = step.token_ids, step.logprobs
@@ -285,7 +315,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineLoad(
             num_running=len(scheduler.admitted),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_free_blocks=self._blocks.num_free_blocks,
             num_blocks=self._blocks.num_blocks,
         )
@@ -304,7 +334,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Compare the block books with the live sequences. Raises IntegrityError: a block leaked or is used twice."""
         scheduler = self._scheduler
-        if len(scheduler.admitted) + len(scheduler.waiting) != len(self._sequences):
+        if len(scheduler.admitted) + len(scheduler.waiting) + len(self._compiling) != len(self._sequences):
             raise IntegrityError("the queues do not hold exactly the live sequences")
         self._blocks.check(sequence.block_table for sequence in self._sequences.values())
 

@@ -4,7 +4,8 @@ Owns the tokenizer that `llguidance` needs, the compiled grammars, and where eac
 to know logits (the samplers apply masks) and how a grammar comes about (the web process writes it).
 
 A mask is a function of the grammar, the sampling parameters and the output tokens. So a matcher is built from the
-output history when the engine takes a sequence, and follows the tokens from then on, also through preemption.
+output history when the engine takes a sequence, and follows the tokens from then on, also through preemption. It is
+built on a helper thread (`begin`): the engine goes on with its other sequences.
 
 Masks are off the critical path. `prepare` hands the work to one helper thread when a step is planned; the forward
 pass runs meanwhile (native steps and torch's kernels release the interpreter lock, and so does llguidance), and
@@ -43,6 +44,8 @@ class Grammars:
         """`vocabulary` is called once, in the helper thread, when somebody says `load` or needs it."""
         self._vocabulary = vocabulary
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        # Of its own: compiling takes long, and the masks of other sequences must not wait for it.
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-compiler")
         self._tokenizer: Future[_Tokenizer] | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
@@ -51,6 +54,18 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer = self._helper.submit(lambda: _Tokenizer(self._vocabulary()))
         return self._tokenizer
+
+    def begin(
+        self, sequence_id: str, sampling: SamplingParams, output_token_ids: list[int]
+    ) -> Future[GrammarMatcher]:
+        """`matcher` on a thread of its own, and the next token's mask: the first one takes as long as compiling."""
+
+        def work() -> GrammarMatcher:
+            matcher = self.matcher(sequence_id, sampling, output_token_ids)
+            matcher.compute()
+            return matcher
+
+        return self._compiler.submit(work)
 
     def matcher(self, sequence_id: str, sampling: SamplingParams, output_token_ids: list[int]) -> GrammarMatcher:
         """Where `output_token_ids` stand in `sampling.grammar`. Raises InvalidGrammar naming the reason."""
@@ -106,6 +121,11 @@ class GrammarMatcher:
         """Begin to compute the mask of the next token, unless that has been done."""
         if self._next is None:
             self._next = self._helper.submit(self._compute)
+
+    def compute(self) -> None:
+        """As `prepare`, on the caller's thread."""
+        self._next = Future()
+        self._next.set_result(self._compute())
 
     def mask(self) -> Mask:
         """Tokens that may come next as bits, the lowest first: [vocab / 32 rounded up], int32. At least one is set.

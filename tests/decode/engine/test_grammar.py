@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import wait
 from dataclasses import replace
 
 import numpy as np
@@ -234,11 +236,72 @@ def test_an_engine_without_a_vocabulary_refuses_grammars() -> None:
         engine_of(None).add(Sequence("a", [5], replace(PARAMS, grammar='start: "a"')))
 
 
-def test_an_engine_refuses_a_grammar_before_it_takes_the_sequence() -> None:
+def compiled(engine: Engine) -> Engine:
+    """With every grammar there, so that the next step schedules all."""
+    wait([matcher for _, matcher in engine._compiling.values()])
+    return engine
+
+
+def test_a_grammar_that_does_not_compile_fails_its_sequence_alone() -> None:
     engine = engine_of(_SHARED)
-    with pytest.raises(InvalidGrammar):
-        engine.add(Sequence("a", [5], replace(PARAMS, grammar="start: (")))
-    assert not engine.has_unfinished
+    engine.add(Sequence("a", [5], replace(PARAMS, grammar="start: (")))
+    engine.add(Sequence("b", [7, 8, 9], SamplingParams(max_tokens=2)))
+    failed, going_on = compiled(engine).step()
+    assert (failed.sequence_id, failed.token_ids, failed.finish_reason) == ("a", (), None)
+    assert failed.failure is not None
+    assert failed.failure.startswith("a: grammar: ")
+    assert (going_on.sequence_id, going_on.failure) == ("b", None)
+    engine.check_integrity()
+
+
+class Held(Grammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: VOCABULARY)
+        self.go_on = threading.Event()
+
+    def matcher(self, sequence_id: str, sampling: SamplingParams, output_token_ids: list[int]) -> GrammarMatcher:
+        assert self.go_on.wait(10)
+        return super().matcher(sequence_id, sampling, output_token_ids)
+
+
+def test_others_go_on_while_a_grammar_is_compiled_and_it_joins_them_then() -> None:
+    grammars = Held()
+    engine = engine_of(grammars)
+    engine.add(Sequence("a", [5], replace(PARAMS, max_tokens=2, grammar="start: /[ab]{9}/")))
+    engine.add(Sequence("b", [7, 8, 9], SamplingParams(max_tokens=9)))
+    for _ in range(3):
+        assert [output.sequence_id for output in engine.step()] == ["b"]
+        engine.check_integrity()
+    assert (engine.load().num_waiting, engine.load().num_running) == (1, 1)
+    grammars.go_on.set()
+    assert {output.sequence_id for output in compiled(engine).step()} == {"a", "b"}
+
+
+def test_a_step_with_nothing_but_a_grammar_to_wait_for_returns() -> None:
+    grammars = Held()
+    engine = engine_of(grammars)
+    engine.add(Sequence("a", [5], replace(PARAMS, max_tokens=1, grammar="start: /[ab]{9}/")))
+    assert engine.step() == []
+    assert engine.has_unfinished
+    grammars.go_on.set()
+    while engine.has_unfinished:
+        outputs = engine.step()
+    assert [output.finish_reason for output in outputs] == ["length"]
+
+
+def test_a_sequence_is_aborted_while_its_grammar_is_compiled() -> None:
+    grammars = Held()
+    engine = engine_of(grammars)
+    for name in ("a", "b"):
+        engine.add(Sequence(name, [5], replace(PARAMS, max_tokens=1, grammar="start: /[ab]{9}/")))
+    assert engine.abort("a")
+    assert not engine.abort("a")
+    grammars.go_on.set()
+    while engine.has_unfinished:
+        assert {output.sequence_id for output in engine.step()} <= {"b"}
+    engine.check_integrity()
 
 
 def test_a_sequence_whose_grammar_fails_ends_alone_and_says_why() -> None:
@@ -246,8 +309,7 @@ def test_a_sequence_whose_grammar_fails_ends_alone_and_says_why() -> None:
     failing = Sequence("a", [5, 6], replace(PARAMS, grammar="start: /[ab]+/"))
     engine.add(failing)
     engine.add(Sequence("b", [7, 8, 9], SamplingParams(max_tokens=3)))
-    assert failing.grammar is not None
-    failing.grammar.failure = "too complex"
+    compiled(engine)._compiling["a"][1].result().failure = "too complex"
     outputs = {output.sequence_id: output for output in engine.step()}
     assert (outputs["a"].token_ids, outputs["a"].finish_reason, outputs["a"].failure) == ((), None, "too complex")
     assert (len(outputs["b"].token_ids), outputs["b"].failure) == (1, None)
@@ -267,7 +329,7 @@ def test_masks_are_being_computed_while_the_model_runs() -> None:
     engine = engine_of(_SHARED)
     engine._runner = Runner(num_blocks=64, block_size=4)
     engine.add(Sequence("a", [5], replace(PARAMS, max_tokens=2, grammar="start: /[ab]{9}/")))
-    engine.step()
+    compiled(engine).step()
     engine.step()
     assert under_way == [True, True]
 
