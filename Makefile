@@ -38,7 +38,7 @@ bench-peers: setup-dev
 # Faults of every kind at a real server for MINUTES; SEED=n repeats the schedule of another run. Writes the report.
 soak: setup-dev
 	$(BIN)/tokenferry pull smollm2-135m-instruct
-	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) --report bench/RELIABILITY.md
+	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) --report bench/RELIABILITY.md
 
 # Clients of other people as judges of the surface, in an environment of their own; needs node 20.
 conformance: setup-dev

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import growth, overhead, peers, quality, relay
+from bench import overhead, peers, quality, relay
 from bench.machine import machine
+from bench.parts import growth
 from decode.checkpoint.checkpoint import open_checkpoint
 from decode.checkpoint.names import DEFAULT_MODEL, resolve
 from tasks.process.settings import Settings
@@ -89,7 +90,7 @@ PARTS = (
     Part("load", "The whole server under load", "python -m bench.load --all", load),
     Part("overhead", "Around the engine", "python -m bench.overhead", of_overhead),
     Part("relay", "The web process", "python -m bench.relay --all --rounds 1", of_relay),
-    Part("growth", "Growth", "python -m bench.growth --write", of_growth),
+    Part("growth", "Growth", "python -m bench.parts.growth --write", of_growth),
     Part("quality", "Quality", "python -m bench.quality --write", of_quality),
 )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu
-from bench.gpu import (
+from bench.parts import gpu
+from bench.parts.gpu import (
     SHAPES,
     Agreement,
     Speed,

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.growth import Growth, by_concurrency, by_context, by_workers, drops, engine_for, plot, table
-from bench.plot import Panel, ceiling, svg
+from bench.parts.growth import Growth, by_concurrency, by_context, by_workers, drops, engine_for, plot, table
+from bench.parts.plot import Panel, ceiling, svg
 from tests.decode.native.reference import tiny_checkpoint
 
 EVEN = Growth(

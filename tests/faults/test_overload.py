@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.failover import memory_kb, percentile
 from tests.faults.cell import FaultyCell
 from tests.faults.client import Ask, Seen, ask
 from tests.faults.conftest import CellMaker
-from tests.faults.failover import memory_kb, percentile
 from tests.faults.oracle import Oracle, story
 from tests.faults.schedule import draw_ask
 from tests.faults.verdict import judge_client

@@ -1,8 +1,8 @@
 """How many facts a second the recorder moves from Redis into DuckDB, what each costs, and what a snapshot costs.
 
-    python -m bench.catalog                    # as fast as it can: 40,000 facts that wait in the stream
-    python -m bench.catalog --rate 5000        # does it keep up, and with how much CPU
-    python -m bench.catalog --facts 4000000    # a large catalog: what a snapshot of it takes
+    python -m bench.parts.catalog                    # as fast as it can: 40,000 facts that wait in the stream
+    python -m bench.parts.catalog --rate 5000        # does it keep up, and with how much CPU
+    python -m bench.parts.catalog --facts 4000000    # a large catalog: what a snapshot of it takes
 
 Runs the embedded Valkey in a temporary folder. A request is four facts: submitted, claimed, first_token, ended.
 """
@@ -81,7 +81,7 @@ def measure(url: str, folder: Path, num_facts: int, rate: int) -> None:
     recorder.tick()
     writer = None
     if rate:
-        command = [sys.executable, "-m", "bench.catalog", "--write-to", url, "--facts", str(num_facts)]
+        command = [sys.executable, "-m", "bench.parts.catalog", "--write-to", url, "--facts", str(num_facts)]
         writer = subprocess.Popen([*command, "--rate", str(rate)])
     else:
         for first in range(0, num_facts, 10_000):

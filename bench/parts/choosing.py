@@ -1,6 +1,6 @@
 """What a step costs when requests ask for more than the likeliest token: penalties, log probabilities, a JSON schema.
 
-    python -m bench.choosing MODEL [--variant q4] [--steps 15] [--rounds 8]
+    python -m bench.parts.choosing MODEL [--variant q4] [--steps 15] [--rounds 8]
 
 Whole engine steps, no server. The kinds take turns, so that a busy machine is busy for all of them. Prints the least
 and the median time of a step and the median of the processor time of all threads, the medians also as multiples of

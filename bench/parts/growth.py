@@ -1,7 +1,7 @@
 """How cost grows: against concurrent sequences, against context, and against workers.
 
-    python -m bench.growth            tables on the terminal, about four minutes
-    python -m bench.growth --write    and bench/growth.svg
+    python -m bench.parts.growth            tables on the terminal, about four minutes
+    python -m bench.parts.growth --write    and bench/growth.svg
 
 - concurrency: the engine alone with the default model natively, a prompt of 64 tokens for each sequence; tokens a
   second of decode steps, all sequences together
@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench.overhead import body_of, cell
-from bench.plot import Panel, svg
+from bench.parts.plot import Panel, svg
 from decode.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from decode.checkpoint.names import DEFAULT_MODEL, resolve
 from decode.engine.engine import Engine
@@ -41,7 +41,7 @@ CONTEXT = (128, 256, 512, 1024, 2048, 4096)
 WORKERS = (1, 2, 3, 4)
 PROMPT_TOKENS = 64
 NUM_STEPS = 16
-PLOT = Path(__file__).parent / "growth.svg"
+PLOT = Path(__file__).parent.parent / "growth.svg"
 STEP_MS = 40.0
 STREAMS_PER_WORKER = 8
 
@@ -209,7 +209,9 @@ def plot(growth: Growth) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.growth", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.parts.growth", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--variant", default="auto")
     parser.add_argument("--write", action="store_true", help=f"write bench/{PLOT.name}")

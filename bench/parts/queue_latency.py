@@ -1,6 +1,6 @@
 """What the queue costs: from submit to the start of the actor on an idle worker, and what an idle worker burns.
 
-    python -m bench.queue_latency [--requests 200] [--idle-s 10]
+    python -m bench.parts.queue_latency [--requests 200] [--idle-s 10]
 
 Starts an embedded Valkey and one worker process with the scripted engine (steps take no time), then, one request at a
 time with a pause in between, measures how long after the call of `Submitter.submit`

@@ -1,6 +1,6 @@
 """What the text edge costs: templating and tokenising a prompt, detokenising a stream, finding calls in it.
 
-    python -m bench.text PATH_OF_A_CHECKPOINT
+    python -m bench.parts.text PATH_OF_A_CHECKPOINT
 
 Goals: below 2 ms from the bytes of a request of 1,000 tokens to its prompt, and to check one with tools; about 2 us
 to detokenise one streamed token, and below 20 us to find tool calls and thoughts as well. Prints the least, the

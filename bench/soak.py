@@ -1,6 +1,6 @@
 """`make soak MINUTES=n`: the driver for a long time, the figures of single faults, and a report of it all.
 
-    python -m tests.faults.soak --minutes 10 --report bench/RELIABILITY.md
+    python -m bench.soak --minutes 10 --report bench/RELIABILITY.md
 
 Everything stays on the loopback address and in a temporary folder, and ends with this process. The exit status is 1
 when a promise was broken; the seed that is printed repeats the schedule.
@@ -22,11 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decode.checkpoint.names import DEFAULT_MODEL, ModelError, resolve
-from tasks.process.settings import Settings
-from tests.faults.cell import FaultyCell
-from tests.faults.driver import Driver, Report
-from tests.faults.failover import (
+from bench.failover import (
     GREEDY,
     SAMPLED,
     Gaps,
@@ -37,6 +33,10 @@ from tests.faults.failover import (
     memory_kb,
     percentile,
 )
+from decode.checkpoint.names import DEFAULT_MODEL, ModelError, resolve
+from tasks.process.settings import Settings
+from tests.faults.cell import FaultyCell
+from tests.faults.driver import Driver, Report
 from tests.faults.schedule import KINDS
 
 ROUND_S = 20.0
@@ -69,7 +69,7 @@ class Figures:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of mixed faults (default 10)")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=12, help="for each way to die (default 12)")
@@ -203,7 +203,7 @@ HEAD = """# Reliability: what was done to the server, and what came of it
 make soak MINUTES={minutes} SEED={seed}
 ```
 
-[`tests/faults/soak.py`](../tests/faults/soak.py) wrote this file. Clients ask for answers of the scripted model, of
+[`soak.py`](soak.py) wrote this file. Clients ask for answers of the scripted model, of
 which every token is known in advance, while processes are killed and frozen and Redis is restarted, stalled and cut
 off, at moments drawn from the seed. After each round the text that every client saw, the stream of every request in
 Redis and all books of the system are compared with what they have to be. `make test` runs a short round of the same.

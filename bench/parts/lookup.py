@@ -1,6 +1,6 @@
 """What drafts by prompt lookup bring a single stream: tokens a second with and without them, by kind of prompt.
 
-    python -m bench.lookup MODEL.gguf [--variant q4] [--tokens 128 400] [--prompts 6] [--rounds 5]
+    python -m bench.parts.lookup MODEL.gguf [--variant q4] [--tokens 128 400] [--prompts 6] [--rounds 5]
 
 Whole engine, no server. "free" are questions and requests for texts, "edit" asks for a given text or code again, as
 it is or with small changes. With and without take turns; the tokens have to be the same. A rate is that of the

@@ -1,6 +1,6 @@
 """What the engine costs beside the model: microseconds a step for planning and commit, and for the scripted runner.
 
-Run with `python -m bench.scheduler`. The planning figures use a runner that answers at once; the median and the
+Run with `python -m bench.parts.scheduler`. The planning figures use a runner that answers at once; the median and the
 95th percentile are over steps in which every sequence decodes. No weights, no torch.
 """
 

@@ -1,7 +1,7 @@
 """One prepared run of a few minutes on a machine with an NVIDIA GPU: is it exact there, and how fast?
 
-    python -m bench.gpu --write                   everything, and bench/GPU.md
-    python -m bench.gpu --shapes 0.6B --counts 1,16
+    python -m bench.parts.gpu --write                   everything, and bench/GPU.md
+    python -m bench.parts.gpu --shapes 0.6B --counts 1,16
 
 - exactness: a tiny model, greedy, in fp32 on the device and on the CPU: the same tokens
 - batch invariance: the same model in bf16 on the device: the tokens of each sequence alone, together, and with
@@ -40,7 +40,7 @@ from decode.factory import BLOCK_SIZE, load_engine
 COUNTS = (1, 16, 64, 256)
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 128
-REPORT = Path(__file__).parent / "GPU.md"
+REPORT = Path(__file__).parent.parent / "GPU.md"
 _SHARD_BYTES = 2_000_000_000
 
 
@@ -284,7 +284,8 @@ def require_gpu() -> str:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise SystemExit(
-            f"bench.gpu needs an NVIDIA GPU that torch can use: torch {torch.__version__} is {built} and finds none. "
+            "bench.parts.gpu needs an NVIDIA GPU that torch can use: "
+            f"torch {torch.__version__} is {built} and finds none. "
             "Install the torch build for the card (README, GPU), and check that `nvidia-smi` lists it."
         )
     name: str = torch.cuda.get_device_name()
@@ -299,7 +300,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.parts.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default="0.6B,8B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--counts", type=numbers, default=COUNTS, help="numbers of sequences")
     parser.add_argument("--tokens", type=int, default=OUTPUT_TOKENS, help="of each sequence")
@@ -323,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 gc.collect()
                 torch.cuda.empty_cache()
                 print(speeds[-1], file=sys.stderr, flush=True)
-    text = report(where, "python -m bench.gpu --write", agreements, speeds)
+    text = report(where, "python -m bench.parts.gpu --write", agreements, speeds)
     print(text)
     if options.write:
         REPORT.write_text(text, encoding="utf-8")
