@@ -15,7 +15,7 @@ serve: setup
 
 test: setup-dev check
 	$(BIN)/tokenferry pull smollm2-135m-instruct
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope
 
 check: setup-dev
 	$(BIN)/ruff format --check .

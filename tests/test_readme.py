@@ -48,7 +48,22 @@ README = DOCUMENTS["README.md"]
 OPERATING = DOCUMENTS["docs/operating.md"]
 SHELLS = ("sh", "console")
 OUTSIDE = {
-    *("systemctl", "journalctl", "nginx", "podman", "redis-cli", "sudo", "useradd", "git", "cp", "grep", "cat", "rm"),
+    *(
+        "systemctl",
+        "journalctl",
+        "nginx",
+        "podman",
+        "redis-cli",
+        "sudo",
+        "useradd",
+        "git",
+        "cp",
+        "grep",
+        "cat",
+        "rm",
+        "wc",
+        "xargs",
+    ),
 }
 """Programs of an operator's machine."""
 MAKE_VARIABLES = {"NAME", "PYTHON", "TORCH", "MINUTES", "SEED"}

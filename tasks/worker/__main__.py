@@ -7,6 +7,7 @@ Composition root: reads settings, builds clients, handles signals. `python -m ta
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -47,9 +48,16 @@ def main(argv: Sequence[str] = ()) -> int:
     if not logging.getLogger().handlers:  # our caller may have set logging up
         log_to_stderr(settings.log_level, settings.log_format, os.environ)
     if not argv:
+        prepare_for_a_death()
         return run_until_signal(supervisor_of(settings, subprocess.Popen))
     worker, supervisor_pid = argv[1], int(argv[2])
     return run_engine(settings, worker, supervisor_pid)
+
+
+def prepare_for_a_death() -> None:
+    """Imports what a death needs: 0.2 s that requests would wait for. 14 MB: only where another worker goes on."""
+    importlib.import_module("tasks.process.crashes")
+    importlib.import_module("tasks.protocol.record")
 
 
 def supervisor_of(settings: WorkerSettings, spawn: Callable[[list[str]], Child]) -> Supervisor:

@@ -71,7 +71,11 @@ class Server:
         found = [self.popen.pid]
         for pid in found:
             found += [child for child, parent in parents.items() if parent == pid]
-        return {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() for pid in found[1:]}
+        lines = {}
+        for pid in found[1:]:
+            with suppress(OSError):
+                lines[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        return lines
 
     @property
     def output(self) -> str:

@@ -19,6 +19,7 @@ from typing import IO, TextIO
 
 from tasks.process.logs import PROCESS_NAME
 from tasks.process.supervisor import EXIT_CANNOT_SERVE, Child
+from tasks.worker.__main__ import prepare_for_a_death
 from tasks.worker.__main__ import supervisor_of as supervisor_of_worker
 from tokenferry.cell.plan import Plan
 from tokenferry.cell.processes import CHILD_OF, run_redis, supervisor_of
@@ -74,6 +75,8 @@ class Served:
         self._output = Output(stream, [*webs, *workers, "bridge"], has_prefix=plan.web.log_format == "text")
         self._ended: SimpleQueue[int] = SimpleQueue()
         url = plan.web.redis_url
+        if plan.num_workers > 1:
+            prepare_for_a_death()
         self._parts = [self._redis_part()]
         for number, name in enumerate(webs):
             port = {"PORT": str(plan.web.port + number)}
