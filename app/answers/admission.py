@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from redis.exceptions import RedisError
 
@@ -25,9 +24,10 @@ from app.errors import (
 )
 from app.render.spec import AnswerSpec, SpecError, decode_spec
 from decode.engine.sampling import GOLDEN_GAMMA, SamplingParams, split_mix
-from tasks.protocol.contract import GenerationJob, Priority, WorkerInfo, WorkerLoad
+from tasks.protocol.contract import GenerationJob, Priority
 from tasks.protocol.errors import IdempotencyConflict, NoWorker, QueueFull
-from tasks.protocol.record import UNKNOWN, Idempotency, Origin, Storing, Submitted
+from tasks.protocol.record import Idempotency, Origin, RequestRecords, Storing, Submitted
+from tasks.protocol.submit import Submitter
 
 logger = logging.getLogger(__name__)
 
@@ -39,31 +39,6 @@ trip, and what was accepted does not wait behind thousands of refusals."""
 _TIER = b'"service_tier"'
 PRIORITIES: Mapping[str, Priority] = {"priority": "priority", "flex": "flex"}
 """Service tiers that are not the default."""
-
-
-class Records(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def workers(self, model: str | None = None) -> list[tuple[WorkerInfo, WorkerLoad]]: ...
-    def retry_after_s(self, model: str, priority: Priority = "default") -> int: ...
-    def answer(self, request_id: str) -> bytes | None: ...
-
-
-class Submits(Protocol):
-    """`tasks.protocol.submit.Submitter`, as far as it is used here."""
-
-    def submit(
-        self,
-        jobs: Sequence[GenerationJob],
-        *,
-        reader: str | None,
-        outlive_reader: bool = False,
-        max_waiting: int,
-        answer: bytes = b"",
-        idempotency: Idempotency | None = None,
-        origin: Origin = UNKNOWN,
-        storing: Storing | None = None,
-    ) -> Submitted: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +85,8 @@ class Limits:
 class Admission:
     def __init__(
         self,
-        records: Records,
-        submitter: Submits,
+        records: RequestRecords,
+        submitter: Submitter,
         *,
         reader_id: str,
         max_waiting: int,

@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, wait
-from typing import Protocol
 
 from redis.exceptions import RedisError
 
@@ -20,17 +19,9 @@ from app.errors import ShuttingDown, shutting_down
 from bridge.streams.choices import ChoiceStreams
 from tasks.observe.metrics import OPEN_STREAMS, Meter, count_end
 from tasks.protocol.contract import EndState
+from tasks.protocol.record import RequestRecords
 
 logger = logging.getLogger(__name__)
-
-
-class Records(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def close(self, request_id: str, state: EndState, reason: str) -> bool: ...
-    def forestall(self, request_ids: Sequence[str]) -> None: ...
-    def attach(self, request_ids: Sequence[str], reader: str) -> list[bool]: ...
-    def detach(self, request_ids: Sequence[str], reader: str) -> list[str]: ...
 
 
 class Closer:
@@ -39,7 +30,7 @@ class Closer:
     Redis knows web processes as readers, not clients: a generation is left when its last client here has gone.
     """
 
-    def __init__(self, records: Records, reader_id: str, pool: Executor, meter: Meter) -> None:
+    def __init__(self, records: RequestRecords, reader_id: str, pool: Executor, meter: Meter) -> None:
         self._records = records
         self._reader_id = reader_id
         self._pool = pool

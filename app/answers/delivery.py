@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import orjson
 from falcon import MEDIA_JSON
@@ -50,7 +50,7 @@ from bridge.streams.reader import Reader
 from bridge.streams.relay import ClientGone, Relay
 from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import TerminalEvent
-from tasks.protocol.record import Idempotency, RecordState
+from tasks.protocol.record import Idempotency, RequestRecords
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +69,13 @@ class Wishes:
     idempotency: Idempotency | None
 
 
-class States(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def state(self, request_id: str) -> RecordState | None: ...
-
-
 class Answering:
     def __init__(
         self,
         *,
         text_edges: Mapping[str, TextEdge],
         admission: Admission,
-        records: States,
+        records: RequestRecords,
         history: History,
         reader: Reader,
         answers: OpenAnswers,

@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from falcon import MEDIA_JSON
 from falcon.asgi import Request, Response
@@ -18,7 +17,7 @@ from app.answers.delivery import Answering, owner_of
 from app.errors import ApiError, completion_not_found, internal_error, invalid
 from app.render.spec import AnswerSpec, SpecError, decode_spec
 from tasks.observe.metrics import Meter, count_end
-from tasks.protocol.contract import EndState
+from tasks.protocol.record import RequestRecords
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +25,8 @@ MAX_INDEX = 2**31
 _POSITION = re.compile(r"-[12]|\d{1,10}", re.ASCII)
 
 
-class Records(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def answer(self, request_id: str) -> bytes | None: ...
-    def close(self, request_id: str, state: EndState, reason: str) -> bool: ...
-
-
 class KnownAnswers:
-    def __init__(self, answering: Answering, records: Records, meter: Meter) -> None:
+    def __init__(self, answering: Answering, records: RequestRecords, meter: Meter) -> None:
         self._answering = answering
         self._records = records
         self._meter = meter

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from falcon import MEDIA_JSON
@@ -24,7 +24,7 @@ from app.endpoints.known import KnownAnswers
 from app.errors import completion_not_found, completion_not_over, completion_not_stored, invalid
 from app.http.body import json_body
 from app.render.spec import AnswerSpec, SpecError, decode_spec
-from tasks.protocol.stored import Deletion
+from tasks.protocol.stored import StoredAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,6 @@ UPDATE_FIELDS: Mapping[str, Field] = {
 
 _LIMIT = re.compile(r"\d{1,3}", re.ASCII)
 _METADATA = re.compile(r"metadata\[([^\[\]]+)\]")
-
-
-class Stored(Protocol):
-    """`tasks.protocol.stored.StoredAnswers`, as far as it is used here."""
-
-    def page(self, owner: str, after: str, *, newest_first: bool, count: int) -> list[tuple[str, bytes]] | None: ...
-    def messages(self, request_id: str) -> bytes | None: ...
-    def amend(self, request_id: str, answer: bytes) -> bool: ...
-    def delete(self, request_id: str, owner: str) -> Deletion: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +67,7 @@ class StoredCompletions:
         models: Sequence[str],
         answering: Answering,
         known: KnownAnswers,
-        stored: Stored,
+        stored: StoredAnswers,
         max_body_bytes: int,
     ) -> None:
         self._models = frozenset(models)

@@ -7,9 +7,9 @@ other servers; nothing here needs a worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from falcon import MEDIA_JSON
@@ -24,7 +24,7 @@ from app.dialect.conversation import PromptError
 from app.errors import invalid, model_not_found, prompt_refused
 from app.http.body import json_body, parsed
 from app.text.edge import TextEdge
-from tasks.protocol.contract import WorkerInfo, WorkerLoad
+from tasks.protocol.record import RequestRecords
 
 TOKENIZE_FIELDS: Mapping[str, Field] = {
     "model": GENERATION_FIELDS["model"],
@@ -41,15 +41,9 @@ DETOKENIZE_FIELDS: Mapping[str, Field] = {
 }
 
 
-class Workers(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def workers(self, model: str | None = None) -> Sequence[tuple[WorkerInfo, WorkerLoad]]: ...
-
-
 class Tokenize:
     def __init__(
-        self, text_edges: Mapping[str, TextEdge], records: Workers, *, max_body_bytes: int, pool: Executor
+        self, text_edges: Mapping[str, TextEdge], records: RequestRecords, *, max_body_bytes: int, pool: Executor
     ) -> None:
         self._text_edges = text_edges
         self._records = records

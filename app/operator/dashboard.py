@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from falcon import HTTP_304
 from falcon.asgi import Request, Response
@@ -24,7 +24,7 @@ from app.operator.picture import facts_of, timeline
 from app.operator.viewers import Viewers
 from tasks.observe.live import LiveCell
 from tasks.protocol import keys
-from tasks.protocol.moves import RecordState
+from tasks.protocol.record import RequestRecords
 
 MAX_ID_LENGTH = 200
 
@@ -102,16 +102,10 @@ class Pictures:
         resp.stream = viewer
 
 
-class States(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def state(self, request_id: str) -> RecordState | None: ...
-
-
 class Timeline:
     """`GET /dashboard/requests/{id}`: what happened to one request, as far as Redis still has it."""
 
-    def __init__(self, live: LiveCell, records: States, pool: Executor) -> None:
+    def __init__(self, live: LiveCell, records: RequestRecords, pool: Executor) -> None:
         self._live = live
         self._records = records
         self._pool = pool

@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Protocol
 
 from falcon import HTTP_503
 from falcon.asgi import Request, Response
 from redis.exceptions import RedisError
 
 from app.answers.closing import OpenAnswers
-from tasks.protocol.contract import WorkerInfo, WorkerLoad
-
-
-class Workers(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def workers(self, model: str | None = None) -> Sequence[tuple[WorkerInfo, WorkerLoad]]: ...
+from tasks.protocol.record import RequestRecords
 
 
 class Live:
@@ -31,7 +24,7 @@ class Live:
 class Ready:
     """Ready means: not draining, Redis answers, and every model has a live worker."""
 
-    def __init__(self, models: Sequence[str], records: Workers, answers: OpenAnswers, pool: Executor) -> None:
+    def __init__(self, models: Sequence[str], records: RequestRecords, answers: OpenAnswers, pool: Executor) -> None:
         self._models = tuple(models)
         self._records = records
         self._answers = answers

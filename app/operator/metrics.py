@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import accumulate
-from typing import Protocol
 
 from falcon.asgi import Request, Response
 from prometheus_client import CollectorRegistry
@@ -20,7 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from redis.exceptions import RedisError
 
-from tasks.observe.board import ProcessNumbers, QueueLength
+from tasks.observe.board import MetricsBoard, ProcessNumbers
 from tasks.observe.metrics import (
     KV_USAGE,
     METRICS,
@@ -33,7 +32,7 @@ from tasks.observe.metrics import (
     Metric,
     Sample,
 )
-from tasks.protocol.contract import WorkerInfo, WorkerLoad
+from tasks.protocol.record import RequestRecords
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +42,8 @@ QUEUE = "queue"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
-class Board(Protocol):
-    """`tasks.observe.board.MetricsBoard`, as far as it is used here."""
-
-    def read(self) -> list[ProcessNumbers]: ...
-    def queue(self, models: Sequence[str]) -> list[QueueLength]: ...
-
-
-class Workers(Protocol):
-    """`tasks.protocol.record.RequestRecords`, as far as it is used here."""
-
-    def models(self) -> list[str]: ...
-    def workers(self, model: str | None = None) -> Sequence[tuple[WorkerInfo, WorkerLoad]]: ...
-
-
 class Metrics:
-    def __init__(self, meter: Meter, board: Board | None, workers: Workers, pool: Executor) -> None:
+    def __init__(self, meter: Meter, board: MetricsBoard | None, workers: RequestRecords, pool: Executor) -> None:
         """Without a board this process shows itself only."""
         self._meter = meter
         self._board = board

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import dramatiq
@@ -19,11 +19,11 @@ from redis.exceptions import RedisError
 from tasks.observe.metrics import Meter
 from tasks.protocol import keys
 from tasks.protocol.broker import ACTOR_NAME
-from tasks.protocol.contract import ContractError, GenerationJob, WorkerInfo
+from tasks.protocol.contract import ContractError, WorkerInfo
 from tasks.protocol.errors import FingerprintMismatch, Stale
 from tasks.protocol.record import Append, Claimed, Failed, Reoffer, RequestRecords, Terminal
 from tasks.protocol.submit import Submitter
-from tasks.worker.engine_loop import Outcome
+from tasks.worker.engine_loop import EngineLoop, Outcome
 from tasks.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -36,12 +36,6 @@ TOO_LARGE_PAUSE_S = 0.25
 T = TypeVar("T")
 
 
-class Generating(Protocol):
-    """What the actor needs of `tasks.worker.engine_loop.EngineLoop`."""
-
-    def run(self, job: GenerationJob, attempt: int, token_ids: tuple[int, ...]) -> Outcome: ...
-
-
 class Generate:
     """The actor's function. Each call runs on an actor thread of its own."""
 
@@ -49,7 +43,7 @@ class Generate:
         self,
         records: RequestRecords,
         submitter: Submitter,
-        loop: Generating,
+        loop: EngineLoop,
         info: WorkerInfo,
         *,
         not_handed_over: Callable[[], None],
