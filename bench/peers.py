@@ -26,14 +26,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 from bench.machine import descendants, has_bfloat16, machine
 from decode.checkpoint.names import DEFAULT_MODEL, resolve
-from tokenferry.load import Target, parse_arguments, run
+from tokenferry.load import Load, Target, run
 
 LOADS = (
     *(("short", n) for n in (1, 4, 16, 32)),
@@ -193,13 +193,14 @@ def measure(server: Server, number: int, logs: Path) -> dict[str, dict[str, Any]
     rows: dict[str, dict[str, Any]] = {}
     with running(server, logs) as (port, ready_s, memory):
         target = Target("127.0.0.1", port, "/v1", server.model, "")
-        run(target, "short", 4, parse_arguments(["--seed", "999", "--max-tokens", "16", "--extra", server.extra]))
+        extra = json.loads(server.extra)
+        run(target, "short", 4, Load(max_tokens=16, seed=999, extra=extra))
         for position, (kind, concurrency) in enumerate(LOADS):
             # Fresh prompts for each load: what an earlier one left in the prefix cache must not help.
-            arguments = ["--seed", str(number), "--offset", str(100 * position), "--extra", server.extra]
+            load = Load(seed=number, offset=100 * position, extra=extra)
             if kind == "prefill":
-                arguments += ["--max-tokens", "1", "-n", "3"]
-            row = run(target, kind, concurrency, parse_arguments(arguments))
+                load = replace(load, num_requests=3, max_tokens=1)
+            row = run(target, kind, concurrency, load)
             if kind == "prefill":
                 per_prompt = row["prompt_tokens"] / row["requests"]
                 row["prompt_tokens_per_s"] = round(per_prompt / (row["ttft_p50_ms"] or float("inf")) * 1000, 1)

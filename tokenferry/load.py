@@ -11,18 +11,15 @@ answers over the time from the first request to the end of the last answer.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import random
 import resource
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import orjson
@@ -48,6 +45,22 @@ class Target:
     path: str
     model: str
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run asks for."""
+
+    num_requests: int = 0
+    """0: one for each stream, at least four."""
+    max_tokens: int = 128
+    timeout_s: float = 240.0
+    """For one answer."""
+    seed: int = 0
+    offset: int = 0
+    """Number of the first request: another one, other prompts."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Merged into every request; None takes a field away, for servers that refuse it."""
 
 
 @dataclass(slots=True)
@@ -240,30 +253,28 @@ def percentile_ms(values: Sequence[float], share: float) -> float | None:
     return round(sorted(values)[rank - 1] * 1000, 2)
 
 
-def body_of(
-    target: Target, kind: str, number: int, options: argparse.Namespace, extra: dict[str, Any]
-) -> dict[str, Any]:
-    """The request `number`; a field that `extra` sets to null is left out, for servers that refuse it."""
+def body_of(target: Target, kind: str, number: int, load: Load) -> dict[str, Any]:
+    """The request `number`."""
     body = {
         "model": target.model,
-        "messages": messages(kind, number, options.seed),
-        "max_tokens": options.max_tokens,
+        "messages": messages(kind, number, load.seed),
+        "max_tokens": load.max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
+        **load.extra,
     }
-    return {name: value for name, value in (body | extra).items() if value is not None}
+    return {name: value for name, value in body.items() if value is not None}
 
 
-def run(target: Target, kind: str, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+def run(target: Target, kind: str, concurrency: int, load: Load) -> dict[str, Any]:
     """One measurement: its figures, ready to be printed."""
-    num_requests = min(options.requests or max(4, concurrency), MAX_REQUESTS)
-    extra = orjson.loads(options.extra)
-    numbers = range(options.offset, options.offset + num_requests)
-    requests = [encode_request(target, body_of(target, kind, number, options, extra)) for number in numbers]
+    num_requests = min(load.num_requests or max(4, concurrency), MAX_REQUESTS)
+    numbers = range(load.offset, load.offset + num_requests)
+    requests = [encode_request(target, body_of(target, kind, number, load)) for number in numbers]
     cpu_before, started_s = _cpu_seconds(), time.perf_counter()
-    tally = asyncio.run(drive(target, requests, concurrency, options.timeout))
+    tally = asyncio.run(drive(target, requests, concurrency, load.timeout_s))
     wall_s = time.perf_counter() - started_s
     return {
         "kind": kind,
@@ -292,66 +303,6 @@ def first_model(base_url: str, key: str) -> str:
         return str(orjson.loads(reply.read())["data"][0]["id"])
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    columns = ["kind", "concurrency", "output_tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms"]
-    columns += ["cached_tokens", "errors", "client_cpu_share"]
-    print("| " + " | ".join(columns) + " |")
-    print("|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(str(row[column]) for column in columns) + " |")
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.load", description="Load an OpenAI chat server.")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8080/v1", help="on this machine only")
-    parser.add_argument("--model", default="", help="default: the first that the server lists")
-    parser.add_argument("--kind", choices=(*KINDS, "prefill"), default="short")
-    parser.add_argument("-c", "--concurrency", type=int, default=1, metavar="N", help="streams open at once")
-    parser.add_argument("-n", "--requests", type=int, default=0, metavar="N", help="default: N streams, at least 4")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one answer")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--offset", type=int, default=0, help="number of the first request: another one, other prompts"
-    )
-    parser.add_argument("--extra", default="{}", help="JSON merged into every request; null takes a field away")
-    parser.add_argument("--key", default="", help="API key")
-    parser.add_argument("--all", action="store_true", help="every kind at 1, 4, 16 and 32 streams, as a table")
-    options = parser.parse_args(arguments)
-    if urlsplit(options.base_url).hostname not in LOOPBACK:
-        parser.error("--base-url: this program loads servers on this machine only")
-    if not 1 <= options.concurrency <= 1024:
-        parser.error("--concurrency: 1 to 1024")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    url = urlsplit(options.base_url.rstrip("/"))
-    try:
-        model = options.model or first_model(options.base_url.rstrip("/"), options.key)
-    except OSError as error:
-        print(f"{options.base_url}: {error}", file=sys.stderr)
-        return 1
-    target = Target(url.hostname or "127.0.0.1", url.port or 80, url.path, model, options.key)
-    if not options.all:
-        row = run(target, options.kind, options.concurrency, options)
-        print(orjson.dumps(row).decode())
-        return 1 if row["errors"] else 0
-    rows = []
-    for kind in KINDS:
-        for concurrency in CONCURRENCY:
-            rows.append(run(target, kind, concurrency, options))
-            options.offset += rows[-1]["requests"]
-            print(orjson.dumps(rows[-1]).decode(), file=sys.stderr)
-    print_table(rows)
-    return 1 if any(row["errors"] for row in rows) else 0
-
-
 def _cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from bench.load import parse_arguments, print_table
 from tokenferry.load import (
+    Load,
     Stream,
     Tally,
     Target,
@@ -16,9 +18,7 @@ from tokenferry.load import (
     drive,
     encode_request,
     messages,
-    parse_arguments,
     percentile_ms,
-    print_table,
 )
 
 CHUNKS: list[Any] = [
@@ -131,11 +131,11 @@ def test_each_number_has_another_prompt_and_shared_ones_the_same_beginning() -> 
 
 
 def test_extra_fields_are_merged_and_null_takes_one_away() -> None:
-    target, options = Target("127.0.0.1", 1, "/v1", "m", ""), parse_arguments(["--max-tokens", "7"])
-    body = body_of(target, "short", 3, options, {"ignore_eos": None, "seed": 5})
+    target = Target("127.0.0.1", 1, "/v1", "m", "")
+    body = body_of(target, "short", 3, Load(max_tokens=7, extra={"ignore_eos": None, "seed": 5}))
     assert "ignore_eos" not in body
     assert (body["seed"], body["max_tokens"], body["messages"]) == (5, 7, messages("short", 3, 0))
-    assert body_of(target, "short", 3, options, {})["ignore_eos"] is True
+    assert body_of(target, "short", 3, Load())["ignore_eos"] is True
 
 
 def test_percentiles_are_nearest_ranks() -> None:

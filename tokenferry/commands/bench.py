@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tokenferry.errors import ForPeople
-from tokenferry.load import LOOPBACK, Target, first_model, parse_arguments, run
+from tokenferry.load import LOOPBACK, Load, Target, first_model, run
 from tokenferry.shown import bar, print_json, print_rows
 
 MAX_CONCURRENCY = 1024
@@ -31,7 +31,7 @@ COLUMNS = {
 }
 
 Row = dict[str, Any]
-Run = Callable[[Target, str, int, argparse.Namespace], Row]
+Run = Callable[[Target, str, int, Load], Row]
 
 
 def bench(options: argparse.Namespace, base_url: str, *, run: Run = run) -> int:
@@ -53,7 +53,9 @@ def bench(options: argparse.Namespace, base_url: str, *, run: Run = run) -> int:
     for concurrency in options.concurrency:
         if not options.json:
             print(f"{model}, {options.kind} prompts, {concurrency} streams ...", file=sys.stderr)
-        rows.append(run(target, options.kind, concurrency, _load_options(options, offset)))
+        # Every run has prompts of its own.
+        load = Load(options.requests, options.max_tokens, offset=offset)
+        rows.append(run(target, options.kind, concurrency, load))
         offset += rows[-1]["requests"]
     if options.json:
         print_json(rows)
@@ -80,9 +82,3 @@ def plot(rows: Sequence[Row]) -> list[str]:
         f" {row['output_tokens_per_s']:,.0f} tokens/s"
         for row in rows
     ]
-
-
-def _load_options(options: argparse.Namespace, offset: int) -> argparse.Namespace:
-    """What `tokenferry.load` reads; every run has prompts of its own."""
-    arguments = ["--requests", str(options.requests), "--max-tokens", str(options.max_tokens)]
-    return parse_arguments([*arguments, "--offset", str(offset)])

@@ -12,7 +12,7 @@ from tokenferry.cell.one_process import open_server
 from tokenferry.cli import build_parser, main
 from tokenferry.commands.bench import bench, plot
 from tokenferry.errors import ForPeople
-from tokenferry.load import Target
+from tokenferry.load import Load, Target
 
 URL = "http://127.0.0.1:8080/v1"
 
@@ -24,8 +24,8 @@ class Runs:
         self.asked: list[tuple[Target, str, int, int, int]] = []
         self._errors = errors
 
-    def __call__(self, target: Target, kind: str, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
-        self.asked.append((target, kind, concurrency, options.offset, options.max_tokens))
+    def __call__(self, target: Target, kind: str, concurrency: int, load: Load) -> dict[str, Any]:
+        self.asked.append((target, kind, concurrency, load.offset, load.max_tokens))
         return {
             "concurrency": concurrency,
             "requests": 4,
