@@ -21,8 +21,9 @@ from falcon import HTTPError
 from falcon.asgi import Request, Response
 
 from app.answers.admission import Admission
-from app.answers.closing import Closer, OpenAnswers
+from app.answers.closing import Closer
 from app.answers.delivery import Answering
+from app.answers.drain import OpenAnswers
 from app.endpoints.chat import ChatCompletions
 from app.endpoints.completions import Completions
 from app.endpoints.intake import Intake

@@ -1,13 +1,11 @@
-"""The answers that are under way in this web process, and how generations are read, left and ended from here.
+"""How generations are read, left and ended from this web process.
 
-Owns the set of open answers (for the drain) and what still has to be told to Redis. Refuses to know what an answer
-looks like. Telling is a Redis call, so it runs in a worker thread, and is tried again until Redis has taken it: a
-generation that nobody reads must not run on.
+Owns what still has to be told to Redis. Telling is a Redis call, so it runs in a worker thread, and is tried again
+until Redis has taken it: a generation that nobody reads must not run on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +13,7 @@ from concurrent.futures import Executor, wait
 
 from redis.exceptions import RedisError
 
-from app.errors import ShuttingDown, shutting_down
-from bridge.streams.choices import ChoiceStreams
-from tasks.observe.metrics import OPEN_STREAMS, Meter, count_end
+from tasks.observe.metrics import Meter, count_end
 from tasks.protocol.contract import EndState
 from tasks.protocol.record import RequestRecords
 
@@ -172,49 +168,3 @@ class Minding:
 
     def leave(self, choices: Sequence[int]) -> None:
         """Leaves the answer to itself."""
-
-
-class OpenAnswers:
-    """What is being sent to a client and is not over."""
-
-    def __init__(self, meter: Meter) -> None:
-        meter.ask(OPEN_STREAMS, value=lambda: len(self._open))
-        self.is_draining = False
-        self._is_drained = False
-        self._open: set[ChoiceStreams] = set()
-        self._emptied: asyncio.Event | None = None
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def check_accepting(self) -> None:
-        """Raises ApiError once the drain has begun."""
-        if self.is_draining:
-            raise shutting_down()
-
-    def add(self, streams: ChoiceStreams) -> None:
-        self._open.add(streams)
-        if self._is_drained:
-            # Admitted while the drain ended: it would be cut off without a word.
-            streams.fail(ShuttingDown())
-
-    def discard(self, streams: ChoiceStreams) -> None:
-        self._open.discard(streams)
-        if self._emptied is not None and not self._open:
-            self._emptied.set()
-
-    async def drain(self, budget_s: float) -> None:
-        """Accepts nothing more; lets open answers finish within the budget, then ends them with an error event."""
-        self.is_draining = True
-        if self._open:
-            await self._empty(budget_s)
-        self._is_drained = True
-        for streams in list(self._open):
-            streams.fail(ShuttingDown())
-
-    async def _empty(self, budget_s: float) -> None:
-        self._emptied = asyncio.Event()
-        try:
-            await asyncio.wait_for(self._emptied.wait(), budget_s)
-        except TimeoutError:
-            logger.info("%d answers did not finish within %g s", len(self._open), budget_s)

@@ -22,7 +22,8 @@ from falcon.asgi import Request, Response
 from redis.exceptions import RedisError
 
 from app.answers.admission import Admission, Admitted, Ask
-from app.answers.closing import Closer, Minding, OpenAnswers, Reading
+from app.answers.closing import Closer, Minding, Reading
+from app.answers.drain import OpenAnswers
 from app.errors import ended_early, failed_here, invalid, model_not_found, queue_unreachable
 from app.http.api_keys import KEY_NAME
 from app.http.connection import CONNECTION, OUTLET

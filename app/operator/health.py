@@ -10,7 +10,7 @@ from falcon import HTTP_503
 from falcon.asgi import Request, Response
 from redis.exceptions import RedisError
 
-from app.answers.closing import OpenAnswers
+from app.answers.drain import OpenAnswers
 from tasks.protocol.record import RequestRecords
 
 
