@@ -131,40 +131,29 @@ class Closer:
             self._unsure.difference_update(unsure)
 
 
-class Reading:
+class ClientPart:
     """One client's part in the choices of one answer (`bridge.streams.relay.Control`)."""
 
-    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str) -> None:
+    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str, *, is_reader: bool = True) -> None:
+        """Not `is_reader`: somebody who only looks for the end, and leaves the answer to itself."""
         self._closer = closer
         self._choice_ids = choice_ids
         self._model = model
-        self._is_over = False
-        closer.begin_reading(choice_ids)
+        self._is_reader = is_reader
+        self._is_over = not is_reader
+        if is_reader:
+            closer.begin_reading(choice_ids)
 
     def close(self, choice: int, state: EndState, reason: str) -> None:
         self._closer.close_soon(self._choice_ids[choice], state, reason, self._model)
 
     def leave(self, choices: Sequence[int]) -> None:
         self.end()
-        self._closer.leave_soon([self._choice_ids[choice] for choice in choices], self._model)
+        if self._is_reader:
+            self._closer.leave_soon([self._choice_ids[choice] for choice in choices], self._model)
 
     def end(self) -> None:
         """This client reads no more. Idempotent."""
         if not self._is_over:
             self._is_over = True
             self._closer.end_reading(self._choice_ids)
-
-
-class Minding:
-    """Somebody who only looks for the end (`bridge.streams.relay.Control`): nothing depends on his reading."""
-
-    def __init__(self, closer: Closer, choice_ids: Sequence[str], model: str) -> None:
-        self._closer = closer
-        self._choice_ids = choice_ids
-        self._model = model
-
-    def close(self, choice: int, state: EndState, reason: str) -> None:
-        self._closer.close_soon(self._choice_ids[choice], state, reason, self._model)
-
-    def leave(self, choices: Sequence[int]) -> None:
-        """Leaves the answer to itself."""

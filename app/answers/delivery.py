@@ -22,7 +22,7 @@ from falcon.asgi import Request, Response
 from redis.exceptions import RedisError
 
 from app.answers.admission import Admission, Admitted, Ask
-from app.answers.closing import Closer, Minding, Reading
+from app.answers.closing import ClientPart, Closer
 from app.answers.drain import OpenAnswers
 from app.errors import ended_early, failed_here, invalid, model_not_found, queue_unreachable
 from app.http.api_keys import KEY_NAME
@@ -143,10 +143,10 @@ class Answering:
         # From here on somebody must leave the generation, whatever happens: the relay or the collector.
         connection = req.scope[CONNECTION]
         connection.name = spec.request_id
-        reading = Reading(self._closer, spec.choice_ids, spec.model)
-        connection.at_end(reading.end)
+        part = ClientPart(self._closer, spec.choice_ids, spec.model)
+        connection.at_end(part.end)
         if attach:
-            await self._attach(spec, reading)
+            await self._attach(spec, part)
         streams = open_streams(self._reader, spec.choice_ids, Waiting(asyncio.get_running_loop()))
         exchange: Exchange = req.scope[EXCHANGE]
         exchange.model = spec.model
@@ -157,9 +157,9 @@ class Answering:
         connection.at_end(partial(self._answers.discard, streams))
         connection.on_gone(lambda: streams.fail(ClientGone()))
         if spec.stream if stream is None else stream:
-            self._stream(req, resp, streams, ChunkStream(spec, self.shape(spec), texts, position), reading)
+            self._stream(req, resp, streams, ChunkStream(spec, self.shape(spec), texts, position), part)
         else:
-            await self._gather(req, resp, spec, streams, [WholeChoice(text) for text in texts], reading)
+            await self._gather(req, resp, spec, streams, [WholeChoice(text) for text in texts], part)
 
     def shape(self, spec: AnswerSpec) -> Shape:
         names = self._names[spec.model]
@@ -222,7 +222,8 @@ class Answering:
         """Looks for the stop strings of an answer that nobody has to read: without that its worker would go on."""
         streams = open_streams(self._reader, spec.choice_ids, Waiting(asyncio.get_running_loop()))
         choices = [WholeChoice(text) for text in self.choice_texts(spec)]
-        minder = asyncio.ensure_future(collect(streams, choices, Minding(self._closer, spec.choice_ids, spec.model)))
+        part = ClientPart(self._closer, spec.choice_ids, spec.model, is_reader=False)
+        minder = asyncio.ensure_future(collect(streams, choices, part))
         self._minders.add(minder)
         minder.add_done_callback(self._minded)
 
@@ -254,17 +255,17 @@ class Answering:
         finally:
             self._admission.num_under_way -= 1
 
-    async def _attach(self, spec: AnswerSpec, reading: Reading) -> None:
+    async def _attach(self, spec: AnswerSpec, part: ClientPart) -> None:
         try:
             await self.in_thread(partial(self._closer.attach, spec.choice_ids))
         except BaseException:
-            reading.leave(range(spec.num_choices))
+            part.leave(range(spec.num_choices))
             raise
 
     def _stream(
-        self, req: Request, resp: Response, streams: ChoiceStreams, chunks: ChunkStream, reading: Reading
+        self, req: Request, resp: Response, streams: ChoiceStreams, chunks: ChunkStream, part: ClientPart
     ) -> None:
-        relay = Relay(streams, chunks, reading, keep_alive_s=self._keep_alive_s, outlet=req.scope.get(OUTLET))
+        relay = Relay(streams, chunks, part, keep_alive_s=self._keep_alive_s, outlet=req.scope.get(OUTLET))
         req.scope[CONNECTION].at_end(relay.finish)
         exchange: Exchange = req.scope[EXCHANGE]
         exchange.num_cached_tokens = lambda: chunks.num_cached_tokens
@@ -282,7 +283,7 @@ class Answering:
         spec: AnswerSpec,
         streams: ChoiceStreams,
         choices: list[WholeChoice],
-        reading: Reading,
+        part: ClientPart,
     ) -> None:
         def ends() -> dict[int, TerminalEvent]:
             return {number: one.end_event for number, one in enumerate(choices) if one.end_event is not None}
@@ -290,7 +291,7 @@ class Answering:
         exchange: Exchange = req.scope[EXCHANGE]
         exchange.num_cached_tokens = lambda: num_cached_tokens(spec, ends())
         try:
-            await collect(streams, choices, reading)
+            await collect(streams, choices, part)
         except ClientGone:
             return
         except EndedEarly as early:
