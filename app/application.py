@@ -34,9 +34,8 @@ from app.endpoints.tokenize import Tokenize
 from app.errors import ApiError, internal_error
 from app.http.api_keys import OPEN_PATHS, ApiKeys, KeyFile
 from app.http.connection import Asgi, DisconnectWatch, Receive, Scope, Send
-from app.http.cors import ANY, Cors
 from app.http.exchange import Exchanges
-from app.http.headers import ResponseHeaders
+from app.http.headers import ANY, Cors, ResponseHeaders
 from app.operator.dashboard import FILES, Page, Pictures, Timeline
 from app.operator.health import Live, Ready
 from app.operator.metrics import Metrics

@@ -14,7 +14,8 @@ from uuid import uuid4
 from app.application import ApplicationSettings, create_app
 from app.http.api_keys import KeyFile, KeyFileError
 from app.server import Server, listen
-from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
+from app.text.edge import TextEdge, open_text_edge
+from app.text.scripted import scripted_text_edge
 from bridge.streams.reader import MAX_BLOCK_S, Reader
 from decode.checkpoint.checkpoint import open_checkpoint
 from decode.checkpoint.names import SCRIPTED, resolve, served_name

@@ -12,10 +12,15 @@ from pathlib import Path
 
 import fakeredis
 import pytest
+from hypothesis import HealthCheck, settings
 from redis import Redis
 
 from tasks.process.clients import Use, connect, connect_fake
 from tokenferry.cell.valkey import Valkey
+
+# How long an example takes says nothing on a machine that others use, too.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 class RedisServer:

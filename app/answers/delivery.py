@@ -28,20 +28,13 @@ from app.errors import ended_early, failed_here, invalid, model_not_found, queue
 from app.http.api_keys import KEY_NAME
 from app.http.connection import CONNECTION, OUTLET
 from app.http.exchange import EXCHANGE, Exchange
+from app.render.chat import ChatShape, Shape
 from app.render.choice import ChoiceText, text_machine
-from app.render.chunks import (
-    ChatShape,
-    ChunkStream,
-    Shape,
-    WholeChoice,
-    completion,
-    num_cached_tokens,
-    progress,
-    workers_of,
-)
+from app.render.chunks import ChunkStream
 from app.render.completion import CompletionShape
 from app.render.logprobs import TokenNames
 from app.render.spec import AnswerSpec
+from app.render.whole import WholeChoice, completion, num_cached_tokens, progress, workers_of
 from app.text.edge import TextEdge
 from bridge.streams.choices import ChoiceStreams, open_streams
 from bridge.streams.collect import EndedEarly, collect

@@ -18,8 +18,9 @@ from app.contract.generation import check_token_ids
 from app.dialect.conversation import PromptError
 from app.endpoints.intake import Intake, generation_spec
 from app.errors import invalid, prompt_refused
-from app.render.chunks import ChunkStream, WholeChoice, completion
+from app.render.chunks import ChunkStream
 from app.render.spec import AnswerSpec
+from app.render.whole import WholeChoice, completion
 from app.text.edge import TextEdge
 from tasks.protocol.contract import TerminalEvent
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from app.application import ApplicationSettings, create_app
 from app.server import KEEP_ALIVE_S as IDLE_S
 from app.server import listen
-from app.text.edge import scripted_text_edge
+from app.text.scripted import scripted_text_edge
 from bridge.streams.reader import Reader
 from bridge.streams.relay import KEEP_ALIVE_S
 from tasks.observe.live import LiveCell

@@ -25,7 +25,7 @@ from openai import OpenAI
 
 from app.application import Application, ApplicationSettings, create_app
 from app.server import SEND_BUFFER_BYTES, BodyOutlet, Server, listen
-from app.text.edge import scripted_text_edge
+from app.text.scripted import scripted_text_edge
 from bridge.streams.reader import Reader
 from tasks.observe.live import LiveCell
 from tasks.protocol import keys

@@ -16,8 +16,10 @@ import orjson
 
 from app.application import Application, ApplicationSettings, create_app
 from app.http.api_keys import KeyFile
-from app.text.edge import SCRIPTED_EOS_TOKEN_ID, TextEdge, scripted_text_edge
+from app.text.edge import TextEdge
+from app.text.scripted import scripted_text_edge
 from bridge.streams.reader import Reader
+from decode.checkpoint.names import SCRIPTED_EOS_TOKEN_ID
 from decode.engine.sampling import TokenLogprobs
 from tasks.observe.board import MetricsBoard
 from tasks.observe.live import LiveCell

@@ -31,7 +31,7 @@ def test_the_model_is_listed_and_found(cell: TestedCell) -> None:
 
 def test_streamed_text_equals_the_whole_answer_and_the_oracle(cell: TestedCell) -> None:
     from app.dialect.conversation import ChatMessage
-    from app.text.edge import scripted_text_edge
+    from app.text.scripted import scripted_text_edge
 
     whole = answer(cell, "tell me", 40)
     streamed = cell.stream("tell me", 40)

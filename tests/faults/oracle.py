@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.dialect.conversation import ChatMessage
-from app.text.edge import scripted_text_edge
+from app.text.scripted import scripted_text_edge
 from decode.engine.sampling import SamplingParams
 from decode.scripted import SCRIPTED_MAX_MODEL_LEN, generate
 

@@ -11,9 +11,10 @@ import pytest
 
 from app.dialect.conversation import ChatMessage, Piece, Tool, ToolCall
 from app.dialect.formats import GEMMA, HERMES, LLAMA3
-from app.text.edge import open_text_edge, scripted_text_edge
+from app.text.edge import open_text_edge
 from app.text.gguf import load_gguf_tokenizer
 from app.text.hf import load_hf_tokenizer
+from app.text.scripted import scripted_text_edge
 from app.text.templates import ChatFormat, choose_format
 from app.text.tokenizer import Tokenizer
 from tests.app.corpus import FORGERIES, TEXTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.text.edge import scripted_text_edge
+from app.text.scripted import scripted_text_edge
 from tests.app.web import EOS, FINGERPRINT, MODEL, NUM_PROMPT_TOKENS, START_S, Web, end_of
 
 

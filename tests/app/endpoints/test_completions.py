@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from app.render.spec import decode_spec
-from app.text.edge import scripted_text_edge
+from app.text.scripted import scripted_text_edge
 from decode.engine.sampling import TokenLogprobs
 from tasks.protocol.contract import pack_logprobs
 from tasks.protocol.record import Append, Terminal

@@ -10,10 +10,12 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.render.chat import ChatShape
 from app.render.choice import ChoiceText, text_machine
-from app.render.chunks import ChatShape, ChunkStream, WholeChoice, completion
+from app.render.chunks import ChunkStream
 from app.render.logprobs import TokenNames
 from app.render.spec import AnswerSpec
+from app.render.whole import WholeChoice, completion
 from app.text.detokenizer import Detokenizer, TokenTexts
 from decode.engine.sampling import TokenLogprobs
 from tasks.protocol.contract import TerminalEvent, TokenEvent

@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from app.http.api_keys import KeyFile
-from app.text.edge import scripted_text_edge
+from app.text.scripted import scripted_text_edge
 from tasks.protocol import keys
 from tests.app.web import HELLO, MODEL, Exchange, Web
 from tokenferry.cell.one_process import LocalServer, open_server

@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from app.contract.chat import CHAT_FIELDS
-from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
+from app.text.edge import TextEdge, open_text_edge
+from app.text.scripted import scripted_text_edge
 from tests.app.text_checkpoints import CHATML, GEMMA, checkpoint_of, smollm2, trained
 from tests.app.web import HELLO, MODEL, Exchange, Web
 

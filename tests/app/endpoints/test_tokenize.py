@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from app.text.edge import open_text_edge, scripted_text_edge
+from app.text.edge import open_text_edge
+from app.text.scripted import scripted_text_edge
 from tests.app.text_checkpoints import CHATML, checkpoint_of, smollm2
 from tests.app.web import HELLO, MODEL, NUM_PROMPT_TOKENS, Exchange, Web
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.errors import ApiError, ended_early, failed_here
-from app.render.chunks import usage
 from app.render.spec import AnswerSpec
+from app.render.whole import usage
 from bridge.streams.events import StreamLost
 from tasks.protocol.contract import TerminalEvent
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.dialect.conversation import ChatMessage, PromptError, PromptTooLong
-from app.text.edge import TextEdge, open_text_edge, scripted_text_edge
+from app.text.edge import TextEdge, open_text_edge
+from app.text.scripted import scripted_text_edge
 from tests.app.corpus import CHATS
 from tests.app.text_checkpoints import (
     CHATML,
