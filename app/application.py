@@ -51,7 +51,7 @@ from tasks.process.tracing import OFF, Tracer
 from tasks.protocol.record import RequestRecords
 from tasks.protocol.submit import Submitter
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 POOL_THREADS = 4
@@ -256,5 +256,5 @@ async def _on_http_error(req: Request, resp: Response, error: HTTPError, params:
 
 
 async def _on_exception(req: Request, resp: Response, error: Exception, params: object) -> None:
-    logger.error("%s %s %s failed", resp.get_header("x-request-id") or "-", req.method, req.path, exc_info=error)
+    log.error("%s %s %s failed", resp.get_header("x-request-id") or "-", req.method, req.path, exc_info=error)
     await _on_api_error(req, resp, internal_error(), params)

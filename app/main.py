@@ -29,7 +29,7 @@ from tasks.protocol.broker import build_broker
 from tasks.protocol.record import RequestRecords
 from tasks.protocol.submit import Submitter
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def run(settings: WebSettings) -> None:
@@ -67,7 +67,7 @@ def run(settings: WebSettings) -> None:
     # The reader's thread must not keep the event loop from running for a whole default interval of 5 ms.
     sys.setswitchinterval(0.001)
     settle()
-    logger.info("%s serves %s", reader_id, model)
+    log.info("%s serves %s", reader_id, model)
     Server(application).run(sockets=[listener])
 
 

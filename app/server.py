@@ -24,7 +24,7 @@ from app.application import Application
 from app.errors import malformed
 from app.http.connection import ABORT, ARRIVED_S, OUTLET
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 128 * 1024
 """In the kernel, for each client (which doubles the figure); the default grows to 4 MB. In this process asyncio's
@@ -159,14 +159,14 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            logger.info("listening on http://%s:%d/v1", *listener.getsockname()[:2])
+            log.info("listening on http://%s:%d/v1", *listener.getsockname()[:2])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A process manager sends more than one signal: only the first means anything."""
         if self._is_ending or self._loop is None:
             return
         self._is_ending = True
-        logger.info("%s: draining %d answers", signal.Signals(sig).name, self._application.num_open)
+        log.info("%s: draining %d answers", signal.Signals(sig).name, self._application.num_open)
         if self._exit_s is not None:
             deadline = threading.Timer(self._exit_s, os._exit, [0])
             deadline.daemon = True

@@ -29,7 +29,7 @@ from tasks.protocol.errors import IdempotencyConflict, NoWorker, QueueFull
 from tasks.protocol.record import Idempotency, Origin, RequestRecords, Storing, Submitted
 from tasks.protocol.submit import Submitter
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LIMITS_TTL_S = 1.0
 FULL_TTL_S = 0.05
@@ -141,7 +141,7 @@ class Admission:
         try:
             limits = self._limits_of(ask.spec.model)
         except RedisError as error:
-            logger.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
+            log.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
             raise queue_unreachable() from error
         spec = replace(ask.spec, system_fingerprint=limits.fingerprint)
         submitted = self._submit(ask, spec, jobs_of(ask, limits.max_tokens))
@@ -162,7 +162,7 @@ class Admission:
                 storing=Storing(spec.owner, ask.messages) if spec.store else None,
             )
         except QueueFull as refusal:
-            logger.info("%s refused, queue full: %s", spec.request_id, refusal)
+            log.info("%s refused, queue full: %s", spec.request_id, refusal)
             retry_after_s = self._retry_after_s(jobs[0])
             if len(jobs) == 1:  # where several find no room, there may be room for one
                 self._full[_queue_of(ask)] = (self._clock() + FULL_TTL_S, retry_after_s)
@@ -181,7 +181,7 @@ class Admission:
         try:
             return decode_spec(data)
         except SpecError as error:
-            logger.error("%s cannot be joined: %s", request_id, error)
+            log.error("%s cannot be joined: %s", request_id, error)
             raise unavailable(
                 "stream_lost", "The first answer to this request cannot be read. Please retry."
             ) from error

@@ -17,7 +17,7 @@ from tasks.observe.metrics import Meter, count_end
 from tasks.protocol.contract import EndState
 from tasks.protocol.record import RequestRecords
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Closer:
@@ -101,7 +101,7 @@ class Closer:
             self._forestall([request_id])
             has_ended = self._records.close(request_id, state, reason)
         except RedisError as error:
-            logger.warning("%s not closed yet (%s, %s): %s", request_id, state, reason, error)
+            log.warning("%s not closed yet (%s, %s): %s", request_id, state, reason, error)
             return
         self._closing.pop(request_id, None)
         if has_ended:
@@ -120,7 +120,7 @@ class Closer:
                 if read := [request_id for request_id in unread if request_id in self._num_clients]:
                     self._records.attach(read, self._reader_id)
         except RedisError as error:
-            logger.warning("%s not left yet: %s", left[0], error)
+            log.warning("%s not left yet: %s", left[0], error)
             return
         for request_id in left:
             self._leaving.pop(request_id, None)

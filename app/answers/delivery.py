@@ -46,7 +46,7 @@ from bridge.streams.subscription import Waiting
 from tasks.protocol.contract import TerminalEvent
 from tasks.protocol.record import Idempotency, RequestRecords
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ class Answering:
         try:
             return await self.in_thread(partial(self._render_stored, spec, choices))
         except StreamLost as error:
-            logger.error("%s cannot be listed: %s", spec.request_id, error)
+            log.error("%s cannot be listed: %s", spec.request_id, error)
             return None
 
     def _render_stored(self, spec: AnswerSpec, choices: Sequence[WholeChoice]) -> bytes | None:
@@ -224,14 +224,14 @@ class Answering:
         self._minders.discard(minder)
         if not minder.cancelled() and (error := minder.exception()) is not None:
             # Whoever looks at the answer is told; and finds its stop strings, if nobody has seen them.
-            logger.info("an answer that outlives its readers is not minded any more: %r", error)
+            log.info("an answer that outlives its readers is not minded any more: %r", error)
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Runs what blocks. Raises ApiError when Redis is away."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, call)
         except RedisError as error:
-            logger.warning("Redis not reachable: %s", error)
+            log.warning("Redis not reachable: %s", error)
             raise queue_unreachable() from error
 
     async def _admit(self, ask: Ask) -> Admitted:
@@ -243,7 +243,7 @@ class Answering:
             # It may be on offer nevertheless: the reply was lost. Nobody would read it, except one that repeats it.
             may_be_asked_again = ask.idempotency is not None
             self._closer.give_up_soon(ask.spec.choice_ids, ask.spec.model, may_be_asked_again=may_be_asked_again)
-            logger.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
+            log.warning("%s refused, Redis not reachable: %s", ask.spec.request_id, error)
             raise queue_unreachable() from error
         finally:
             self._admission.num_under_way -= 1

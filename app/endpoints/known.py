@@ -19,7 +19,7 @@ from app.render.spec import AnswerSpec, SpecError, decode_spec
 from tasks.observe.metrics import Meter, count_end
 from tasks.protocol.record import RequestRecords
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_INDEX = 2**31
 _POSITION = re.compile(r"-[12]|\d{1,10}", re.ASCII)
@@ -72,7 +72,7 @@ class KnownAnswers:
         try:
             spec = decode_spec(data)
         except SpecError as error:
-            logger.error("%s cannot be shown: %s", completion_id, error)
+            log.error("%s cannot be shown: %s", completion_id, error)
             raise internal_error() from error
         if spec.owner != owner_of(req):
             raise completion_not_found(completion_id)

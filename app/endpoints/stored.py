@@ -26,7 +26,7 @@ from app.http.body import json_body
 from app.render.spec import AnswerSpec, SpecError, decode_spec
 from tasks.protocol.stored import StoredAnswers
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20
@@ -190,7 +190,7 @@ def _readable(request_id: str, answer: bytes) -> AnswerSpec | None:
     try:
         return decode_spec(answer)
     except SpecError as error:
-        logger.error("%s cannot be listed: %s", request_id, error)
+        log.error("%s cannot be listed: %s", request_id, error)
         return None
 
 

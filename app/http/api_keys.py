@@ -16,7 +16,7 @@ from falcon.asgi import Request, Response
 
 from app.errors import ApiError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 KEY_NAME = "tokenferry.api_key_name"
 """Scope key of the name of the request's API key."""
@@ -63,9 +63,9 @@ class KeyFile:
             self._signature = signature
             self._names = self._read()
         except KeyFileError as error:
-            logger.warning("the API keys from before stay: %s", error)
+            log.warning("the API keys from before stay: %s", error)
         else:
-            logger.info("%s read again: %d API keys", self._path, len(self._names))
+            log.info("%s read again: %d API keys", self._path, len(self._names))
 
     def _look(self) -> _Signature | None:
         try:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -148,5 +148,5 @@ class DisconnectWatch:
         """Drops every client that has not read for longer than the stall limit."""
         for connection in list(self._open):
             if connection.blocked_s(now_s) >= self._stall_limit_s:
-                logger.info("%s client did not read for %g s: dropped", connection.name, self._stall_limit_s)
+                log.info("%s client did not read for %g s: dropped", connection.name, self._stall_limit_s)
                 connection.drop()

@@ -17,7 +17,7 @@ from app.http.connection import CONNECTION, Connection
 from tasks.observe.metrics import E2E, HTTP_REQUESTS, STREAM_BYTES, TTFT, Meter
 from tasks.process.tracing import OFF, Span, Tracer, Value
 
-logger = logging.getLogger("app.access")
+log = logging.getLogger("app.access")
 
 EXCHANGE = "tokenferry.exchange"
 QUIET_PATHS = ("/livez", "/readyz", "/metrics")
@@ -132,7 +132,7 @@ class Exchanges:
 
     def _log(self, exchange: Exchange, now_s: float) -> None:
         level = logging.DEBUG if exchange.path in QUIET_PATHS else logging.INFO
-        if not logger.isEnabledFor(level):
+        if not log.isEnabledFor(level):
             return
         facts: list[tuple[str, str | int | float]] = [
             ("status", exchange.status),
@@ -152,7 +152,7 @@ class Exchanges:
         path = exchange.path[:MAX_PATH]
         line = " ".join(f"{name}={value}" for name, value in facts)
         fields = {"method": exchange.method, "path": path, **dict(facts)}
-        logger.log(
+        log.log(
             level,
             "%s %s %s %s",
             exchange.request_id,

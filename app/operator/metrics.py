@@ -34,7 +34,7 @@ from tasks.observe.metrics import (
 )
 from tasks.protocol.record import RequestRecords
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 QUEUE = "queue"
 """The `process` of what no process has yet."""
@@ -68,7 +68,7 @@ class Metrics:
             others = [one for one in (self._board.read() if self._board else ()) if one.process != process]
             others += self._at_work()
         except RedisError as error:
-            logger.warning("the metrics of other processes cannot be read: %s", error)
+            log.warning("the metrics of other processes cannot be read: %s", error)
             others, is_up = [], 0
         own = [*self._meter.samples(), Sample(REDIS_UP, (), is_up)]
         return [ProcessNumbers(process, own), *others]

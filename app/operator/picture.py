@@ -19,7 +19,7 @@ from tasks.observe.live import Entry, LiveCell, LiveRequest, LiveWorker, Overvie
 from tasks.process.crashes import told
 from tasks.protocol.moves import END_STATES, RecordState
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 WINDOW_S = 240
 """How far back the plots go."""
@@ -229,7 +229,7 @@ def facts_of(entries: Iterable[Entry]) -> list[Fact]:
         try:
             facts.append(parse_fact(fields))
         except MalformedFact as error:
-            logger.debug("entry %s of the events stream is not shown: %s", entry_id.decode(), error)
+            log.debug("entry %s of the events stream is not shown: %s", entry_id.decode(), error)
     return facts
 
 

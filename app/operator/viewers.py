@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from app.errors import shutting_down, unavailable
 from bridge.streams.sse import frame
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_VIEWERS = 32
 EVERY_S = 1.0
@@ -108,9 +108,9 @@ class Viewers:
         try:
             return orjson.dumps(await asyncio.get_running_loop().run_in_executor(self._pool, self._look))
         except RedisError as error:
-            logger.debug("no picture for the dashboard: %s", error)
+            log.debug("no picture for the dashboard: %s", error)
             return orjson.dumps({"error": "queue_unreachable"})
         except Exception:
             # Viewers would wait for ever for pictures that do not come.
-            logger.exception("the dashboard's picture failed")
+            log.exception("the dashboard's picture failed")
             return orjson.dumps({"error": "internal_error"})

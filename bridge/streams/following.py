@@ -20,7 +20,7 @@ from bridge.streams.xread import Entries
 from tasks.protocol import keys
 from tasks.protocol.contract import ContractError, StreamEvent, TokenEvent, decode_entry, unpack_source, unpack_step
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 START = b"0-0"
 MAX_AHEAD = 256
@@ -50,7 +50,7 @@ class Following:
 
     def logs(self) -> dict[bytes, bytes]:
         """The logs to read, each with the position after which to read it."""
-        return {key: log.position for key, log in self._logs.items()}
+        return {key: one.position for key, one in self._logs.items()}
 
     def arrange(self) -> bool:
         """Make `layers` anew; False if they are as they were."""
@@ -102,11 +102,11 @@ class Following:
 
     def take_log(self, key: bytes, entries: Entries) -> Arrivals:
         """What entries of a worker's log give to those that follow it."""
-        log = self._logs.get(key)
-        if log is None:
+        worker_log = self._logs.get(key)
+        if worker_log is None:
             return []
-        log.position = entries[-1][0]
-        followers = log.followers
+        worker_log.position = entries[-1][0]
+        followers = worker_log.followers
         fresh: dict[Feed, list[int]] = {}
         is_readable = True
         try:
@@ -125,7 +125,7 @@ class Following:
                         elif index > feed.next_index:
                             self._keep(feed, index, token_id)
         except ContractError as error:
-            logger.error("%s unreadable entry, given up: %s", key.decode(), error)
+            log.error("%s unreadable entry, given up: %s", key.decode(), error)
             is_readable = False
         arrivals: Arrivals = []
         for feed, token_ids in fresh.items():

@@ -35,7 +35,7 @@ from tasks.protocol import keys
 from tasks.protocol.contract import ContractError
 from tasks.protocol.record import READER_LEASE_MS, RequestRecords
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_BLOCK_S = 0.5
 """For the blocking client: a reply that never comes must be given up well before the lease is over."""
@@ -146,7 +146,7 @@ class Reader:
         try:
             self._lease.reader_leave(self.reader_id)
         except RedisError as error:
-            logger.warning("%s reader lease not given back: %s", self.reader_id, error)
+            log.warning("%s reader lease not given back: %s", self.reader_id, error)
 
     # Called on the reader's thread.
 
@@ -190,7 +190,7 @@ class Reader:
                 self._hand_over()
                 if self._stopping.is_set():
                     return
-                logger.exception("%s reader failed", self.reader_id)
+                log.exception("%s reader failed", self.reader_id)
                 self._fail_all(StreamLost(f"the reader failed: {error}"))
                 reached = False
             if not reached:
@@ -244,7 +244,7 @@ class Reader:
         try:
             events = self._following.take_out(feed, entries)
         except ContractError as error:
-            logger.error("%s unreadable entry: %s", feed.request_id, error)
+            log.error("%s unreadable entry: %s", feed.request_id, error)
             self._fail([feed], StreamLost(f"the stream holds an entry that cannot be read: {error}"))
             return
         if events:
@@ -275,7 +275,7 @@ class Reader:
         self._waker.doubt()
         if self._outage_since_s is None:
             self._outage_since_s = now_s
-            logger.warning("%s Redis not reachable: %s", self.reader_id, error)
+            log.warning("%s Redis not reachable: %s", self.reader_id, error)
         elif now_s - self._outage_since_s >= self._outage_limit_s:
             self._fail_all(StreamLost(f"the queue has not been reachable for {self._outage_limit_s:g} s"))
 

@@ -18,7 +18,7 @@ from bridge.streams.choices import ChoiceStreams
 from bridge.streams.sse import KEEP_ALIVE
 from tasks.protocol.contract import EndState, StreamEvent, TerminalEvent, TokenEvent
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 4.0
 """Twice of it is less than the read time-outs of proxies that people set: 10 s at the least, 60 s by default."""
@@ -124,7 +124,7 @@ class Relay:
             self.finish()
             raise
         except Exception as error:
-            logger.warning("%s answer failed: %r", self._streams.request_id, error)
+            log.warning("%s answer failed: %r", self._streams.request_id, error)
             self.finish()
             return self._renderer.failure(error)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from bridge.streams.events import StreamLost, from_index
 from tasks.protocol.contract import StreamEvent, TerminalEvent
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 START = b"0-0"
 
@@ -196,7 +196,7 @@ class Subscription:
 
     def _gap(self, event: StreamEvent) -> None:
         if self._gap_at == self.next_index:
-            logger.error("%s expected index %d, the stream has %d", self.request_id, self.next_index, event.index)
+            log.error("%s expected index %d, the stream has %d", self.request_id, self.next_index, event.index)
             self.fail(StreamLost(f"token {self.next_index} is missing from the stream"))
             return
         # A Redis that lost its last second gets those tokens again, perhaps in entries that begin before our

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from tasks.protocol import keys
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Waker:
@@ -75,7 +75,7 @@ class Waker:
                 with self._lock:
                     self._silent = silent
         except (RedisError, OSError) as error:
-            logger.warning("reader not woken: %s", error)
+            log.warning("reader not woken: %s", error)
 
     def _connect(self) -> Any:
         """A connection on which Redis does not answer; None, from now on, if it does not allow that."""
@@ -88,7 +88,7 @@ class Waker:
             connection.send_command("CLIENT", "REPLY", "OFF")
             return connection
         except ResponseError as error:
-            logger.info("every request costs this process a little more, Redis refuses CLIENT REPLY: %s", error)
+            log.info("every request costs this process a little more, Redis refuses CLIENT REPLY: %s", error)
             self._may_be_silent = False
             self._release(connection)
             return None
