@@ -42,7 +42,7 @@ _METADATA = re.compile(r"metadata\[([^\[\]]+)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Listing:
     """A part of a list."""
 
     limit: int
@@ -138,7 +138,7 @@ class StoredCompletions:
         resp.set_header("x-request-id", spec.request_id)
         return spec
 
-    def _find(self, owner: str, page: Page, wanted: Filter) -> list[AnswerSpec]:
+    def _find(self, owner: str, page: Listing, wanted: Filter) -> list[AnswerSpec]:
         """What is on the page, and one more if there is more. Blocking. Raises ApiError."""
         found: list[AnswerSpec] = []
         after = page.after
@@ -157,7 +157,7 @@ class StoredCompletions:
             after = rows[-1][0]
 
 
-def page_of(req: Request) -> Page:
+def page_of(req: Request) -> Listing:
     """Raises ApiError for a parameter that has no meaning."""
     limit = req.get_param("limit", default=str(DEFAULT_LIMIT))
     if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MAX_LIMIT:
@@ -168,7 +168,7 @@ def page_of(req: Request) -> Page:
     after = req.get_param("after")
     if after == "":
         raise invalid("after", "after must be the id of an item of the list.")
-    return Page(int(limit), after or "", order == "desc")
+    return Listing(int(limit), after or "", order == "desc")
 
 
 def metadata_of(req: Request) -> Mapping[str, str]:

@@ -257,7 +257,7 @@ def open_snapshot(directory: Path) -> duckdb.DuckDBPyConnection:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QueryResult:
     """What a query gave."""
 
     columns: tuple[str, ...]
@@ -268,14 +268,14 @@ class Answer:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
-def ask_snapshot(directory: Path, sql: str, parameters: Sequence[Any] = ()) -> Answer:
+def ask_snapshot(directory: Path, sql: str, parameters: Sequence[Any] = ()) -> QueryResult:
     """One reading statement over the latest snapshot. Raises CatalogError: for a statement that is no query, too."""
     with _duckdb_errors(), open_snapshot(directory) as db:
         statements = db.extract_statements(sql)
         if len(statements) != 1 or statements[0].type not in _READING:
             raise CatalogError("only one statement that reads is possible here: SELECT, FROM, DESCRIBE, EXPLAIN ...")
         done = db.execute(statements[0], list(parameters))
-        return Answer(tuple(column[0] for column in done.description), done.fetchall())
+        return QueryResult(tuple(column[0] for column in done.description), done.fetchall())
 
 
 def export_snapshot(directory: Path, target: Path) -> list[Path]:

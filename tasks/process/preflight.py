@@ -26,7 +26,7 @@ class PreflightRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MachineFigures:
     """What the machine says. None: this system does not tell."""
 
     available_memory_mb: int | None
@@ -83,7 +83,7 @@ def memory_needed_mb(config: ModelConfig, variant: str, kv_cache_tokens: int) ->
     return PROCESS_MB + int((weights + kv_cache) * num_bytes) // 1_000_000
 
 
-def read_machine(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Reading:
+def read_machine(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MachineFigures:
     """Ask the operating system; a container's memory limit counts when it is the tighter one."""
     memory = _meminfo(proc / "meminfo")
     available = memory.get("MemAvailable")
@@ -93,10 +93,10 @@ def read_machine(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
         load = os.getloadavg()[0] / max(1, _num_cpus())
     except OSError:
         load = None
-    return Reading(available, memory.get("SwapTotal", 0), memory.get("SwapFree", 0), load)
+    return MachineFigures(available, memory.get("SwapTotal", 0), memory.get("SwapFree", 0), load)
 
 
-def examine(reading: Reading, thresholds: Thresholds) -> tuple[Finding, ...]:
+def examine(reading: MachineFigures, thresholds: Thresholds) -> tuple[Finding, ...]:
     """Compare every figure that the system gives. Free swap counts only where there is swap."""
     findings = []
     if reading.available_memory_mb is not None:
@@ -116,7 +116,7 @@ def examine(reading: Reading, thresholds: Thresholds) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def require(reading: Reading, thresholds: Thresholds) -> tuple[Finding, ...]:
+def require(reading: MachineFigures, thresholds: Thresholds) -> tuple[Finding, ...]:
     """The findings, all passed. Raises PreflightRefused with every figure that is short, and how to change it."""
     findings = examine(reading, thresholds)
     short = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.catalog.catalog import Answer, CatalogError, ask_snapshot, export_snapshot
+from bridge.catalog.catalog import CatalogError, QueryResult, ask_snapshot, export_snapshot
 from tokenferry.errors import ForPeople
 from tokenferry.shown import print_json, print_rows, spelled, spelled_time
 
@@ -113,7 +113,7 @@ class History:
                 changed.append(record)
         return changed
 
-    def ask(self, sql: str, parameters: Sequence[Any] = ()) -> Answer:
+    def ask(self, sql: str, parameters: Sequence[Any] = ()) -> QueryResult:
         """Raises ForPeople."""
         try:
             return ask_snapshot(self._directory, sql, parameters)

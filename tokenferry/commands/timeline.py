@@ -17,7 +17,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from bridge.catalog.catalog import Answer, CatalogError, ask_snapshot
+from bridge.catalog.catalog import CatalogError, QueryResult, ask_snapshot
 from bridge.catalog.facts import MalformedFact, Rows, fold, parse_fact
 from bridge.catalog.tables import FIRST_KEPT
 from tasks.observe.live import LiveCell
@@ -99,7 +99,7 @@ class Lives:
         found = self._ask(f"FROM {table} WHERE request_id = ?", [request_id]).records
         return {tuple(row[name] for name in key): row for row in found}
 
-    def _ask(self, sql: str, parameters: Sequence[Any] = ()) -> Answer:
+    def _ask(self, sql: str, parameters: Sequence[Any] = ()) -> QueryResult:
         return ask_snapshot(self._directory, sql, parameters)
 
     def _live(self, request_id: str) -> list[Rows]:

@@ -9,8 +9,8 @@ import pytest
 
 from decode.checkpoint.config import ModelConfig, Rope
 from tasks.process.preflight import (
+    MachineFigures,
     PreflightRefused,
-    Reading,
     Thresholds,
     examine,
     memory_needed_mb,
@@ -19,7 +19,7 @@ from tasks.process.preflight import (
 )
 from tasks.process.settings import SettingsError
 
-FINE = Reading(available_memory_mb=8000, total_swap_mb=0, free_swap_mb=0, load_per_cpu=0.5)
+FINE = MachineFigures(available_memory_mb=8000, total_swap_mb=0, free_swap_mb=0, load_per_cpu=0.5)
 LIMITS = Thresholds(min_memory_mb=2000)
 
 
@@ -53,16 +53,16 @@ def test_a_machine_without_swap_is_not_asked_for_free_swap() -> None:
 
 def test_every_shortage_is_named_at_once() -> None:
     with pytest.raises(PreflightRefused, match=r"available memory.*load per processor"):
-        require(Reading(10, 0, 0, 99.0), LIMITS)
+        require(MachineFigures(10, 0, 0, 99.0), LIMITS)
 
 
 def test_force_reports_the_figures_and_refuses_nothing() -> None:
-    findings = require(Reading(10, 100, 0, 99.0), replace(LIMITS, min_swap_mb=50, force=True))
+    findings = require(MachineFigures(10, 100, 0, 99.0), replace(LIMITS, min_swap_mb=50, force=True))
     assert [finding.found for finding in findings] == ["10 MB", "0 MB", "99.00"]
 
 
 def test_what_the_system_does_not_tell_is_not_examined() -> None:
-    assert examine(Reading(None, 0, 0, None), LIMITS) == ()
+    assert examine(MachineFigures(None, 0, 0, None), LIMITS) == ()
 
 
 def test_each_threshold_can_be_changed_alone() -> None:
