@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests that say how long something may take: one after the other, with the machine to themselves.
+TIMED := tests/e2e tests/faults tests/bench tests/tasks/worker/test_process.py tests/app/test_serve.py tests/app/test_clients.py
 
 .PHONY: serve test check setup setup-dev demo bench bench-peers soak conformance clean
 
@@ -15,7 +17,8 @@ serve: setup
 
 test: setup-dev check
 	$(BIN)/tokenferry pull smollm2-135m-instruct
-	$(BIN)/python -m pytest -q -n 3 --dist loadscope
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope $(addprefix --ignore=,$(TIMED))
+	$(BIN)/python -m pytest -q $(TIMED)
 
 check: setup-dev
 	$(BIN)/ruff format --check .
