@@ -329,7 +329,8 @@ class Engine:
         if len(self._sequences) >= scheduler.max_num_seqs:
             return False
         share = max(1, blocks.num_blocks // self.config.max_num_seqs)
-        return blocks.num_free_blocks - scheduler.num_blocks_claimed() >= share
+        num_compiling = sum(blocks.num_blocks_for(len(seq.token_ids)) for seq, _ in self._compiling.values())
+        return blocks.num_free_blocks - scheduler.num_blocks_claimed() - num_compiling >= share
 
     def check_integrity(self) -> None:
         """Compare the block books with the live sequences. Raises IntegrityError: a block leaked or is used twice."""

@@ -61,8 +61,13 @@ class Grammars:
         """`matcher` on a thread of its own, and the next token's mask: the first one takes as long as compiling."""
 
         def work() -> GrammarMatcher:
-            matcher = self.matcher(sequence_id, sampling, output_token_ids)
-            matcher.compute()
+            try:
+                matcher = self.matcher(sequence_id, sampling, output_token_ids)
+                matcher.compute()
+            except InvalidGrammar:
+                raise
+            except Exception as error:  # of the library: it ends this sequence, and no step of the others
+                raise InvalidGrammar(sequence_id, f"it cannot be compiled: {error!r}") from error
             return matcher
 
         return self._compiler.submit(work)

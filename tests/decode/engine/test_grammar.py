@@ -279,6 +279,31 @@ def test_others_go_on_while_a_grammar_is_compiled_and_it_joins_them_then() -> No
     assert {output.sequence_id for output in compiled(engine).step()} == {"a", "b"}
 
 
+def test_the_blocks_of_a_sequence_whose_grammar_is_compiled_are_claimed() -> None:
+    grammars = Held()
+    engine = engine_of(grammars)
+    assert engine.can_accept()
+    engine.add(Sequence("a", [5] * 196, replace(PARAMS, max_tokens=2, grammar="start: /[ab]{9}/")))
+    assert not engine.can_accept(), "49 of 64 blocks are claimed, and a share is 16"
+    grammars.go_on.set()
+    assert engine.abort("a")
+    assert engine.can_accept()
+
+
+def test_what_else_goes_wrong_while_a_grammar_is_compiled_ends_its_sequence_alone() -> None:
+    class Broken(Grammars):
+        def matcher(self, sequence_id: str, sampling: SamplingParams, output_token_ids: list[int]) -> GrammarMatcher:
+            raise ZeroDivisionError("inside the library")
+
+    engine = engine_of(Broken(lambda: VOCABULARY))
+    engine.add(Sequence("a", [5], replace(PARAMS, grammar="start: /[ab]/")))
+    engine.add(Sequence("b", [7, 8, 9], SamplingParams(max_tokens=2)))
+    failed, going_on = compiled(engine).step()
+    assert "ZeroDivisionError" in str(failed.failure)
+    assert (going_on.sequence_id, going_on.failure) == ("b", None)
+    engine.check_integrity()
+
+
 def test_a_step_with_nothing_but_a_grammar_to_wait_for_returns() -> None:
     grammars = Held()
     engine = engine_of(grammars)
