@@ -60,6 +60,19 @@ def prepare_for_a_death() -> None:
     importlib.import_module("tasks.protocol.record")
 
 
+def report_to(redis_url: str, process: str) -> Callable[[int], None]:
+    """What tells others that a supervised `process` has ended with a status that nobody asked for."""
+
+    def report(status: int) -> None:
+        from tasks.process.clients import connect
+        from tasks.process.crashes import report_death
+
+        with connect(redis_url, use="short") as redis:
+            report_death(redis, process, status)
+
+    return report
+
+
 def supervisor_of(settings: WorkerSettings, spawn: Callable[[list[str]], Child]) -> Supervisor:
     """Keeps one engine process running. `spawn` starts a command. Modules are imported when there is a death."""
 
@@ -75,18 +88,11 @@ def supervisor_of(settings: WorkerSettings, spawn: Callable[[list[str]], Child])
         except RedisError as error:
             log.warning("%s is dead, its lease has to run out by itself: %s", worker, error)
 
-    def report(status: int) -> None:
-        from tasks.process.clients import connect
-        from tasks.process.crashes import report_death
-
-        with connect(settings.redis_url, use="short") as redis:
-            report_death(redis, "worker", status)
-
     return Supervisor(
         lambda worker: spawn([sys.executable, "-m", "tasks.worker", "--engine", worker, str(os.getpid())]),
         new_id=new_name,
         declare_dead=declare_dead,
-        report=report,
+        report=report_to(settings.redis_url, "worker"),
     )
 
 

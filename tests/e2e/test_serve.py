@@ -24,7 +24,7 @@ from tasks.process.clients import connect
 from tasks.protocol.record import RequestRecords
 from tokenferry.cell.group import free_port
 from tokenferry.cell.plan import is_ready
-from tokenferry.cell.processes import CHILD_OF
+from tokenferry.cell.processes import CHILD_OF, HONCHO_PORT
 
 pytestmark = pytest.mark.e2e
 
@@ -192,6 +192,14 @@ def test_serve_is_one_process_for_each_kind_and_starts_again_what_is_killed(star
             lambda kind=kind, victim=victim: at_work().get(kind, victim) != victim, f"{kind} is back", 20
         )  # type: ignore[misc]
     assert "worker.1 | INFO" in server.output
+    assert server.stop(signal.SIGTERM) == 0
+
+
+def test_serve_keeps_its_port_under_a_process_manager(start: Callable[..., Server]) -> None:
+    """honcho's base port and the number of the process is read as: nobody said one. Not by what serve starts."""
+    port = free_port()
+    server = start("tokenferry", "serve", HONCHO_PROCESS_NAME=f"serve.{port - HONCHO_PORT + 1}", PORT=str(port))
+    server.wait_until(lambda: is_ready("127.0.0.1", port), "it serves at that port")
     assert server.stop(signal.SIGTERM) == 0
 
 

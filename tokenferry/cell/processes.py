@@ -22,6 +22,7 @@ from decode.errors import DecodeError
 from tasks.process.logs import log_to_stderr
 from tasks.process.settings import BridgeSettings, Settings, SettingsError, WebSettings, WorkerSettings
 from tasks.process.supervisor import EXIT_CANNOT_SERVE, Child, Supervisor, end_with, run_until_signal
+from tasks.worker.__main__ import report_to
 from tokenferry.cell.valkey import keep_running
 from tokenferry.errors import ForPeople
 
@@ -102,18 +103,10 @@ def supervised(command: str, settings: Settings, run: Callable[[], None]) -> int
 
 def supervisor_of(command: str, redis_url: str, spawn: Callable[[list[str]], Child]) -> Supervisor:
     """Keeps `command` running. `spawn` starts it, with `CHILD_OF` in its environment."""
-
-    def report(status: int) -> None:
-        from tasks.process.clients import connect
-        from tasks.process.crashes import report_death
-
-        with connect(redis_url, use="short") as redis:
-            report_death(redis, command, status)
-
     return Supervisor(
         lambda name: spawn([sys.executable, "-m", "tokenferry.cli", command]),
         new_id=lambda: command,
-        report=report,
+        report=report_to(redis_url, command),
     )
 
 

@@ -65,7 +65,8 @@ class Served:
     def __init__(self, plan: Plan, environ: Mapping[str, str], num_web: int, stream: TextIO) -> None:
         self._plan = plan
         self._environ = {
-            **environ,
+            # Our name under a process manager is not our children's: they would read its base port into PORT.
+            **{name: value for name, value in environ.items() if name != "HONCHO_PROCESS_NAME"},
             "NUM_THREADS": str(plan.num_threads),
             "PYTHONUNBUFFERED": "1",
             CHILD_OF: str(os.getpid()),

@@ -29,3 +29,13 @@ def test_after_an_error_the_next_read_connects_again(redis_server: RedisServer) 
         xread.read({b"a": b"nonsense"}, None)
     assert xread.read({b"a": b"0-0"}, None) == [[b"a", [[b"1-1", [b"t", b"1"]]]]]
     xread.close()
+
+
+def test_one_read_brings_no_more_of_a_stream_than_was_asked_for(redis_server: RedisServer) -> None:
+    redis = redis_server.connect()
+    for number in range(3):
+        redis.xadd("a", {"t": "1"}, id=f"{number + 1}-1")
+    xread = Xread(redis_server.connect("blocking"), count=2)
+    [[_, entries]] = xread.read({b"a": b"0-0"}, 1)
+    assert [entry for entry, _ in entries] == [b"1-1", b"2-1"]
+    xread.close()
